@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -36,6 +37,8 @@ PROBE = (
     "数学，한국어 ภาษา 👩🏽\u200d🏫🧮 \n \n"
 )
 
+# `from_pretrained` patches transformers while it loads: of two threads at once, one would not tie its head.
+LOADING = threading.Lock()
 Dtype = Literal["float32", "bfloat16", "float16", "auto"]
 
 
@@ -124,7 +127,7 @@ def load_model(
     options = attention_options(name, attn_implementation, trust_remote_code)
     announce_model(name, dtype, role)
     require_intact(Path(resolve(name)), weights=True)
-    with naming_choices("model", name), quiet_transformers():
+    with LOADING, naming_choices("model", name), quiet_transformers():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             resolve(name),
             dtype="auto" if dtype == "auto" else getattr(torch, dtype),

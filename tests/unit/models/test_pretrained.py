@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +199,12 @@ def test_weights_that_would_be_random_are_named(
     edit(tmp_path / "model" / "config.json", **{setting: values[setting]})
     with pytest.raises(InputError, match=rf"missing or have another one: .*{name}\.weight"):
         load(str(tmp_path / "model"))
+
+
+def test_threads_that_load_at_once_tie_the_head(miniature: str) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        models = [*pool.map(load_model, [miniature] * 4)]
+    assert all(model.lm_head.weight is model.model.embed_tokens.weight for model in models)
 
 
 def test_a_token_without_a_row_is_refused_by_its_name(miniature: str) -> None:
