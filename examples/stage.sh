@@ -3,8 +3,8 @@
 # Of a finished training model/ stays, and what only its resume needs is deleted.
 # In a SLURM job too, Lightning starts as many processes as a stage has devices.
 export SLURM_JOB_NAME=interactive
-# Options are read as YAML, in which "#1" is nothing and "a: b" no text. So a folder begins with ./ or /, and what may be
-# more than one path is quoted: --data.source "[$(quote "$path")]". A model's folder may not have a colon before a space.
+# Options are read as YAML, in which "#1" is nothing, and "a: b" no text unless it has a slash. So a folder begins with ./ or /,
+# and what may be more than one path is quoted: --data.source "[$(quote "$path")]".
 [[ $run == [/.]* ]] || run=./$run
 quote() { printf "'%s'" "${1//\'/\'\'}"; }
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Any, NoReturn
 
+import jsonargparse
 import jsonargparse._typehints as typehints
 import torch
 import yaml
@@ -42,6 +43,17 @@ typehints.discard_init_args_on_class_path_change = keep_chosen_arguments
 # Defaults of Lightning's callbacks: Timer's interval, a device of StochasticWeightAveraging.
 yaml.SafeDumper.add_multi_representer(Enum, lambda dumper, value: dumper.represent_data(value.value))
 register_type(torch.device)
+load_yaml = jsonargparse.get_loader("yaml")
+
+
+def load_value(text: str) -> Any:
+    """Load YAML, in which a path such as `runs/a: b/model` is text and no mapping."""
+    value = load_yaml(text)
+    is_one_line = isinstance(value, dict) and "\n" not in text and not text.lstrip().startswith("{")
+    return text if is_one_line and "/" in str(next(iter(value), "")) else value
+
+
+jsonargparse.set_loader("yaml", load_value, (yaml.YAMLError,))
 
 
 def replace_names(words: Sequence[str]) -> list[str]:
