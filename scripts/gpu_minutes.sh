@@ -51,8 +51,7 @@ pack() { # pack ARCHIVE NAME...: wheels, in the versions of constraints.txt wher
     "$py" -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
         "${platforms[@]}" --dest "$folder" "${pins[@]}" || return 1
     for name in "$folder"/*.whl; do "$py" -m zipfile -e "$name" "$folder/site" || return 1; done
-    [[ ! -d $folder/site/vllm ]] || (cd "$folder/site/vllm" && rm -rf "${unneeded[@]}")
-    tar -C "$folder/site" -c . | xz "${XZ:--9}" > "$archive" && rm -rf "$folder"
+    tar -C "$folder/site" "${unneeded[@]/#/--exclude=./vllm/}" -c . | xz "${XZ:--9}" > "$archive" && rm -rf "$folder"
 }
 make_kit() {
     local wheel

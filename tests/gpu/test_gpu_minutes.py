@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
+from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import gpu
 import pytest
 import torch
 from commands import ROOT, make_forked_python
+from packaging.requirements import Requirement
+from parsed import check_rlt
 from slow_kernels import CPU, liger
 from transformers.models.qwen2 import modeling_qwen2
 from vllm_runs import NEEDS_VLLM, forked_vllm
@@ -23,6 +30,9 @@ from rlt_lightning.models.lora import LoRA
 from rlt_lightning.numerics.attention import KERNELS
 
 Findings = dict[str, dict[str, Any]]
+MINUTES = ROOT / "benchmarks" / "gpu_minutes"
+# What a machine without a network has, as research/gpu.md asks.
+MACHINE = "torch triton transformers accelerate lightning peft pandas pyarrow xxhash requests pytest"
 SIDES = ("TRL", "TRL, unpadded attention", "ours")
 
 
@@ -47,6 +57,168 @@ def run_calls(folder: Path, call: str, **names: str) -> Findings:
     found = {finding["check"]: finding for finding in map(json.loads, lines)}
     assert not [finding for finding in found.values() if finding["passed"] is False]
     return found
+
+
+@pytest.fixture
+def import_for_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], ModuleType]:
+    """Return a function that imports a script of the calls as on a GPU, where nothing is tiny."""
+    monkeypatch.syspath_prepend(MINUTES)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delenv("REHEARSE", raising=False)
+    monkeypatch.setenv("OUT", str(tmp_path))
+    monkeypatch.setenv("VLLM", sys.executable)
+    for name in [file.stem for file in MINUTES.glob("*.py")]:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return importlib.import_module
+
+
+def record_commands(monkeypatch: pytest.MonkeyPatch, script: ModuleType) -> list[list[str]]:
+    """Let a script's commands end at once; return the list in which they are collected."""
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **_: Any) -> SimpleNamespace:
+        commands.append(command)
+        return SimpleNamespace(returncode=1, stdout="")
+
+    monkeypatch.setattr(script, "subprocess", SimpleNamespace(run=run, PIPE=-1, STDOUT=-2))
+    monkeypatch.setattr(script, "make_model", lambda shape: Path(shape))
+    monkeypatch.setattr(sys, "argv", [script.__name__, "1000"])
+    with pytest.raises(SystemExit):
+        script.main()
+    return commands
+
+
+def test_benchmarks_take_the_options_of_peers(
+    import_for_gpu: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peers = import_for_gpu("peers")
+    monkeypatch.setattr(peers, "list_heads", dict)
+    commands = record_commands(monkeypatch, peers)
+    assert len(commands) == len(peers.CASES)
+
+    class ParsedError(Exception):
+        pass
+
+    def stop(parser: Any, **_: Any) -> None:
+        raise ParsedError(parser.parse_args())
+
+    for command in commands:
+        benchmark = importlib.import_module(Path(command[1]).stem)
+        monkeypatch.setattr(benchmark, "read_options", stop)
+        monkeypatch.setattr(sys, "argv", command[1:])
+        with pytest.raises(ParsedError):
+            benchmark.main()
+
+
+def test_rlt_takes_the_commands_of_turns_and_smollm2(
+    import_for_gpu: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    [turns] = record_commands(monkeypatch, import_for_gpu("vllm_turns"))
+    check_rlt(turns[3:], tmp_path)
+
+    smollm2 = import_for_gpu("smollm2")
+    commands: list[list[str]] = []
+
+    def run(words: list[str], log: Path) -> None:
+        folder = log.with_suffix("")
+        (folder / "model").mkdir(parents=True)
+        for name in ("model/config.json", "README.md"):
+            (folder / name).touch()
+        for name in ("traces.jsonl", "distillation.jsonl"):
+            (folder / name).write_text('{"question": "", "reasoning_trace": ""}\n')
+        sets = {"sets": {"word_sums": {"pass_at_1": 0.5}}}
+        (folder / "evaluation.json").write_text(json.dumps(sets))
+        commands.append(words)
+
+    monkeypatch.setattr(smollm2, "word_sum_kind", lambda question, trace: ("right", ""))
+    comparison = smollm2.Comparison(tmp_path / "smollm2")
+    monkeypatch.setattr(comparison.stages, "run", run)
+    for arm in smollm2.ARMS:
+        assert comparison.run(arm, 0) == (None, {"t07": 50.0, "greedy": 50.0})
+    kinds = {tuple(word for word in words if word.startswith("-")): words for words in commands}
+    for words in kinds.values():
+        check_rlt(words, tmp_path)
+
+
+@NEEDS_VLLM[1]
+@pytest.mark.full
+def test_vllm_takes_the_arguments_of_its_worker(import_for_gpu: Callable[[str], ModuleType]) -> None:
+    worker = import_for_gpu("vllm_worker")
+    code = """if True:
+        import sys
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+        print(make_arg_parser(FlexibleArgumentParser()).parse_args(sys.argv[1:]))
+    """
+    for settings in (worker.launch(False), worker.launch(True, "--hf-overrides", "{}")):
+        words = worker.Launch(**settings).build_command(0, 8000, "model", "ipc", "teacher")[2:]
+        done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
+        assert "enable_sleep_mode=True" in done.stdout, done.stderr
+
+
+def list_requirements(names: list[str]) -> set[str]:
+    """Return packages with all that they need, by the metadata of those that are installed."""
+    found: set[str] = set()
+    waiting = [Requirement(name) for name in names]
+    while waiting:
+        name = re.sub(r"[-_.]+", "-", waiting.pop().name).lower()
+        if name in found:
+            continue
+        found.add(name)
+        try:
+            requirements = map(Requirement, metadata.requires(name) or [])
+        except metadata.PackageNotFoundError:
+            continue
+        waiting += [need for need in requirements if not need.marker or need.marker.evaluate({"extra": ""})]
+    return found
+
+
+def test_the_kit_holds_what_its_calls_need() -> None:
+    script = (ROOT / "scripts" / "gpu_minutes.sh").read_text()
+    ours = re.search(r"^ours=\((.*?)\)", script, re.DOTALL | re.MULTILINE)
+    assert ours
+    held = {re.sub(r"[-_.]+", "-", Requirement(name).name).lower() for name in ours[1].split()}
+    project = ["rlt-lightning", "liger-kernel", "trl", "cut-cross-entropy"]
+    assert list_requirements(project) - list_requirements(MACHINE.split()) - held == {"rlt-lightning"}
+
+
+FAKE_PYTHON = """#!{python}
+import os, sys, zipfile
+from pathlib import Path
+words = sys.argv[1:]
+if "download" in words:
+    place = words.index("--dest") + 1
+    with zipfile.ZipFile(Path(words[place]) / "all.whl", "w") as wheel:
+        for name in words[place + 1 :]:
+            wheel.writestr(name.partition("==")[0] + "/a.py", "")
+        if words[place + 1].startswith("vllm"):
+            for name in ("kept.so", "_moe_C_stable_x.so", "vllm_flash_attn/_vllm_fa2_C.so"):
+                wheel.writestr("vllm/" + name, "")
+elif words[0] == "-c":
+    wheel = Path(words[-1]) / "smollm2.whl"
+    wheel.write_bytes(b"12")
+    print(wheel)
+else:
+    os.execv("{python}", ["{python}", *words])
+"""
+
+
+def test_a_kit_leaves_out_what_no_call_needs(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(FAKE_PYTHON.replace("{python}", sys.executable))
+    python.chmod(0o755)
+    kit = tmp_path / "a kit"
+    environment = os.environ | {"KIT": str(kit), "PYTHON": str(python), "XZ": "-0"}
+    subprocess.run([ROOT / "scripts" / "gpu_minutes.sh", "kit"], env=environment, check=True)
+    names = {str(file.relative_to(kit)) for file in kit.rglob("*") if file.is_file()}
+    parts = [f"{n}/vllm.tar.xz.{n}" for n in (1, 2)]
+    assert names == {"1/site.tar.xz", *parts, "3/smollm2.whl.1", "4/smollm2.whl.2"}
+    whole = tmp_path / "vllm.tar.xz"
+    whole.write_bytes(b"".join((kit / part).read_bytes() for part in parts))
+    with tarfile.open(whole) as archive:
+        held = archive.getnames()
+    assert {"./vllm/kept.so", "./vllm/a.py", "./pydantic/a.py"} <= set(held)
+    assert not [name for name in held if "_moe_C" in name or "fa2" in name]
 
 
 def test_checks_pass_at_tiny_size(tmp_path: Path) -> None:
