@@ -77,12 +77,18 @@ LAST_NUMBER = re.compile(
 )
 FORMULA_BEFORE = re.compile(
     r"(?:[<>^*/+_±]|\\[a-z]+|(?:\w|\))-|(?:[\d)]|\b[a-z])\s*-\s*|\d\s|_\{?\w+\}?\s"
-    r"|(?:\bnot|n't|\bnever|\bthan|\bno\s\w+\sfor|\d\s+(?:to|in|of|out\sof|by|choose)"
+    r"|(?:\bnot|n't|\bnever|\bthan|\bat\s(?:least|most)|\bno\s\w+\sfor(?:\s\w\s=)?|\bunless\s\w\s="
+    r"|\d\s+(?:to|in|of|out\sof|by|choose)"
     r"|\b(?:minus|plus|times|over|mod|base|log|ln|sqrt|sin|cos|tan|step|problem|question|part|equation|section"
     r"|case|figure|page|example))\s)\s*$",
     re.I,
 )
 FORMULA_AFTER = re.compile(r"\s*(?:[<>+*^_=]|\\[a-z]+|[-/]\s*\d|-\s*[a-z]\b)|[a-z_({]|!\s*[.,;=)]", re.I)
+NUMBER_DENIED = re.compile(
+    r"\s(?:cannot|(?:ca|is|does|wo)n't|(?:does|will)\snot)\b|(?:,?\s(?:which|but\s\w+))?\s(?:is|was|would\sbe)"
+    r"\s(?:not|too|impossible|wrong|incorrect|false|invalid|excluded|rejected)\b",
+    re.I,
+)
 # Between numbers that are one answer, from the last one back.
 BETWEEN_NUMBERS = re.compile(r"(?:\s*[a-z]*\s*,?\s*(?:and|or)|\s*,)\s+(?:[a-z]\w?\s*=\s*)?", re.I)
 EMPHASIS = re.compile(
@@ -100,7 +106,9 @@ TAKEN_BACK = re.compile(
     r"(?i)\b(?:I|we)(?:'ve|\s+have)?\s+made\s+an?\s+(?:\w+\s)?(?:mistake|error)\b"
     r"|\b(?:it|answer|result)\s+should\s+(?:actually\s|instead\s|really\s)?"
     r"(?:be|have been)\s(?!noted|clear|checked)"
-    r"|^\W*(?:correction\b|that(?:'s| is) (?:wrong|incorrect|not right))"
+    r"|\A\W*(?:(?:wait|no|oops|sorry|actually|hold on)\b\W*)*"
+    r"(?:correction\b|(?:that|this|it)(?:'s| is| was) (?:wrong|incorrect|not right|not correct)"
+    r"|(?:that|this|it) (?:is|was)n't (?:right|correct))"
 )
 # What announces an answer, in the languages that models answer in.
 ANNOUNCED = re.compile(
@@ -136,6 +144,7 @@ LETTER_PLACE = re.compile(rf"{LETTER}|[a-j](?=\s*(?:[).,;:*$}}]|$))")
 MORE_LETTERS = re.compile(r"\W{0,3}\s*(?:,|/|&|\+|and\b|or\b|、|和|或)\s*(?:and|or)?\s*\(?[A-J](?!\w)")
 # A and I are words, too.
 WORD_FOLLOWS = re.compile(r"\s+(?!(?:because|since|as|which|with|for|and|is|so|or|but|not|by)\b)[a-z]+")
+CALLED_WRONG = re.compile(r"\W{0,3}\s(?:is|was)\s(?:not|wrong|incorrect|false)\b")
 ONE_LETTER = re.compile(
     r"(?i:(?:the\s+)?(?:correct\s+|right\s+)?(?:option|choice|answer)\b\W*(?:is\b)?)?\W*([A-Ja-j])(?P<rest>.*)",
     re.DOTALL,
@@ -187,8 +196,9 @@ def find_answer(text: str) -> str | None:
     """Return the answer that a solution gives; see the file's header for where it stands."""
     boxes, is_open = find_boxes(text)
     if (marked := marked_answer(text)) is not None:
-        taken_back = TAKEN_BACK.search(text, boxes[0][1]) if boxes else None
-        return find_in_prose(text[taken_back.end() :]) if taken_back else read_written(marked)
+        behind = text[boxes[0][1] :] if boxes else ""
+        taken_back = TAKEN_BACK.search(behind)
+        return find_in_prose(behind[taken_back.end() :]) if taken_back else read_written(marked)
     return None if is_open else find_in_prose(text[-ANSWER_CHARS:])
 
 
@@ -288,9 +298,9 @@ def read_numbers(text: str, numbers: list[re.Match[str]]) -> str | None:
         first = number
     written = add_unit(text, last)
     following = text[last.start() + len(written) :] if text.startswith(written, last.start()) else ""
-    if FORMULA_BEFORE.search(text, 0, first.start() + first[0].startswith("-")) or FORMULA_AFTER.match(
-        following
-    ):
+    start = first.start() + first[0].startswith("-")
+    is_denied = NUMBER_DENIED.match(text, last.end())
+    if is_denied or FORMULA_BEFORE.search(text, 0, start) or FORMULA_AFTER.match(following):
         return None
     return written if first is last else text[first.start() : last.start()] + written
 
@@ -389,7 +399,7 @@ def letter_at(text: str, place: int) -> str | None:
         return ""
     letter = re.sub(r"\W", "", match[0])
     is_word = letter in "AI" and match[0] == letter and WORD_FOLLOWS.match(text, match.end())
-    return None if is_word else letter.upper()
+    return None if is_word or CALLED_WRONG.match(text, match.end()) else letter.upper()
 
 
 def sentence_around(text: str, found: re.Match[str]) -> str:
