@@ -35,7 +35,7 @@ from rlt_lightning.types import BadRowError, BadRowReason, InputError, Problem
 Status = Literal["pass", "warn", "fail", "cannot"]
 TOO_LONG = {BadRowReason.PROMPT_TOO_LONG, BadRowReason.TOO_LONG}
 # Limits: (below this it fails, below this it warns). Of lengths it is above.
-CLOSED, SPREAD = (0.5, 0.95), (1e-9, 0.5)
+CLOSED, SPREAD = (1e-9, 0.9), (1e-9, 0.5)
 GROUP_STD_BELOW = 1e-3  # nats: the completions of a problem all earn the same
 STAGE_0 = (0.1, 0.5)  # part of the problems that the untrained model explains
 LEFT_OUT = (0.01, 0.1)

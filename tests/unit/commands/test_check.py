@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 from cases import full
-from commands import rlt
+from commands import ROOT, rlt
 
-from rlt_lightning.commands.check import advise
+from rlt_lightning.callbacks import Alarms
+from rlt_lightning.commands.check import CLOSED, advise
 from rlt_lightning.tasks.stepwise import chain_rows
 
 FEW = ("--check.rows=4", "--check.completions=2")
@@ -134,6 +135,15 @@ def test_a_model_that_does_not_know_the_format_fails(tiny_model: str) -> None:
     status, text = found["closed"]
     assert (status, result.returncode) == ("fail", 1)
     assert text.startswith("0 ± 0 % of 8 completions close the format; 100 % reach the limit of 6 tokens")
+
+
+@pytest.mark.parametrize("page", ["task", "data", "metrics"])
+def test_closed_has_one_threshold_everywhere(page: str) -> None:
+    assert CLOSED[1] == 1 - Alarms().truncated_above
+    [line] = re.findall(
+        r"^\| `(?:rollout/closed_frac|closed)` .*$", (ROOT / f"docs/{page}.md").read_text(), re.MULTILINE
+    )
+    assert re.search(rf"\b{CLOSED[1]:g}\b|\b{100 * CLOSED[1]:g} %", line)
 
 
 def test_rows_that_limits_leave_out_are_counted(tmp_path: Path) -> None:
