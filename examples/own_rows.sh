@@ -3,7 +3,7 @@
 # answer the test rows; the later ones train teachers too, the last by RLT. The table at the end is sorted by cost and
 # names the cheapest way that is not told from the best. Rows have a question and a solution; those with a reasoning_trace
 # skip stage 0. After a crash run it again: it skips finished stages and resumes the interrupted one. docs/data.md has the
-# rungs and the settings.
+# rungs and the settings; with LORA=1 each training is one of adapters, as on 24 GB.
 #
 #   examples/own_rows.sh ROWS [FOLDER]      # a file, a folder or a hub id; runs/own_rows by default
 set -euo pipefail
@@ -13,6 +13,11 @@ here=$(dirname "$0")
 source "$here/stage.sh"
 train=$run/rows/train.jsonl test=$run/rows/test.jsonl
 on_train=(--data.source "[$(quote "$train")]")
+# Adapters take ten times the rate of all weights: add/lora has that of RLT.
+if [ -n "${LORA:-}" ]; then
+    TRAIN="--config add/lora --model.dtype bfloat16 ${TRAIN:-}"
+    WARMUP="--model.optimizer.lr 1e-4 ${WARMUP:-}" LEARN="--model.optimizer.lr 1e-4 ${LEARN:-}"
+fi
 
 parts=$(python "$here/own_rows.py" split "$rows" "$run/rows")
 echo "$parts"

@@ -264,7 +264,7 @@ def test_a_shell_block_is_right(block: Block, tmp_path: Path, monkeypatch: pytes
 
 
 PIPELINES = ["pipeline.sh", "pipeline_8gpu.sh", "rounds.sh", "own_rows.sh rows.jsonl"]
-PIPELINES += ["pipeline_8gpu.sh  # FAITHFUL=1 STRATEGY=zero3"]
+PIPELINES += ["pipeline_8gpu.sh  # FAITHFUL=1 STRATEGY=zero3", "own_rows.sh rows.jsonl  # LORA=1"]
 
 
 @pytest.mark.parametrize("name", PIPELINES)
@@ -283,7 +283,11 @@ def test_the_stages_of_a_pipeline_are_right(
     stages = [words for program, *words in calls if program in (".venv/bin/rlt", "programs/rlt")]
     assert len(stages) >= 5
     undone = [words for words in stages if any(word.startswith("add/faithful") for word in words)]
-    assert len(undone) == (len([w for w in stages if w[0] != "test"]) if variables else 0)
+    assert len(undone) == (len([w for w in stages if w[0] != "test"]) if "FAITHFUL" in variables else 0)
+    for words in stages:
+        if "LORA" in variables and words[0] == "fit":
+            assert "add/lora" in words
+            assert ("--model.optimizer.lr 1e-4" in " ".join(words)) == ("own_rows/rlt" not in words)
     for words in stages:
         check_rlt(words, tmp_path)
 
