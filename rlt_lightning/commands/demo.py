@@ -293,7 +293,7 @@ def show_accuracies(folder: Path) -> None:
     print(f"\nHeld-out problems solved by a student that learned from …, in % of {NUM_ASKED}:\n")
     for way, (name, _) in WAYS.items():
         accuracy = read_accuracy(folder / way / "answers")
-        print(f"  {name:<35} {100 * accuracy:5.0f}  {'#' * round(30 * accuracy)}".rstrip())
+        print(f"  {100 * accuracy:3.0f}  {name:<35} {'#' * round(30 * accuracy)}".rstrip())
     print(f"\n{textwrap.fill(f'One seed, at most ± 6 points (95 %), greedy answers. {CHEAPER}', 80)}")
 
 
