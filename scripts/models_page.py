@@ -46,7 +46,7 @@ not here is checked likewise, and refused if its log-probs are wrong.
 
 * **[Scoring](memory.md#layouts)** and training: *fast* computes a group's prompt once, many sequences
   in a row; *slow* runs one sequence per forward.
-* **[Sampling](rollouts.md#sampling-in-process)** by `HFEngine`: *fast* has our cache, *slower* that of
+* **[Sampling](rollouts.md)** by `HFEngine`: *fast* has our cache, *slower* that of
   transformers, *slowest* none.
 
 | family | scoring | sampling | remark |

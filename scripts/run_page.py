@@ -31,7 +31,7 @@ SHOWN = ((0, 6), (-1, 4))  # of the first iteration so many completions, of the 
 TERMS = ("solution", "kl", "format")
 # What to watch: the metric, its held-out name, and its healthy range.
 CURVES = {
-    "reward/mean": "rises over tens of steps; dashed: held-out problems",
+    "reward/mean": "rises over tens of steps; dashed: validation rows",
     "rollout/closed_frac": "above 0.9 from the first step",
     "reward/group_std": "well above 0",
     "policy/entropy": "falls slowly; near 0 sampling has collapsed",
