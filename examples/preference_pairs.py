@@ -24,16 +24,8 @@ from rlt_lightning.datamodules.stratos import StratosDataModule
 from rlt_lightning.datamodules.token_cache import Item
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.modules.frozen import Model
-from rlt_lightning.modules.losses import (
-    OLD,
-    LossInputs,
-    LossOutput,
-    LossTerm,
-    build_sampled_pass,
-    compute_loss,
-)
+from rlt_lightning.modules.losses import OLD, LossInputs, LossOutput, LossTerm, build_sampled_pass
 from rlt_lightning.modules.on_policy import OnPolicyModule
-from rlt_lightning.modules.passes import forward
 from rlt_lightning.rollouts.step import POLICY, REFERENCE, ScoringPass, StepBatch
 from rlt_lightning.types import Completion, Problem, Rollout, Rollouts
 
@@ -132,13 +124,9 @@ class DPOModule(OnPolicyModule):
             weights = self.beta * torch.sigmoid(-margins)  # the derivative of the loss by the margin
             step.advantages = torch.stack([weights, -weights], dim=1).flatten()  # (2P,)
         with self.phase("train") as stats:
-            self.optimizers().zero_grad()  # type: ignore[union-attr]
-            for micro in runner.updates(step, step.shard, [term], stats):
-                computed = forward(self.run, micro)  # log-probs or divergences, with gradient
-                loss = compute_loss(micro, computed, self.global_step)
-                self.manual_backward(loss)
-            self.ranks.raise_together(step)
-            metrics = step.metrics | self.optimizer_step_now()
+            # Forward, loss and backward of each micro-batch.
+            self.forward_backward(runner.updates(step, step.shard, [term], stats))
+            metrics = self.finish_update(step)
         metrics |= {"policy/loss": -logsigmoid(margins).mean(), "policy/margin": margins.mean()}
         metrics |= self.speed_metrics(sum(len(row.completion.token_ids) for row in batch.rollouts))
         self.log_step(metrics, len(margins))

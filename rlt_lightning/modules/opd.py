@@ -4,7 +4,8 @@
       ├ sampler.complete*   the student's answers, on all ranks, each with the view of the teacher
       ├ step.divide         over ranks, by tokens: a rank's shard is a list of rows (rollouts/step.py)
       ├ runner.run          `SampledDistillation`: the teacher's log-probs of judged tokens, their credit
-      ├ runner.updates      the shard's micro-batches; for each:
+      ├ runner.updates      the shard's micro-batches
+      ├ forward_backward    for each of them (policy.py):
       │   ├ forward         `Distillation`: the teacher's states before each judged token, without gradient,
       │   │                 those of the student, and the divergence there; else the student's log-probs
       │   └ compute_loss    their sum → manual_backward, the last one sums gradients*
@@ -35,9 +36,8 @@ from rlt_lightning.models.load import Dtype
 from rlt_lightning.models.lora import without_adapter
 from rlt_lightning.modules.credits import RatioCredit
 from rlt_lightning.modules.frozen import Model
-from rlt_lightning.modules.losses import LossInputs, LossOutput, LossTerm, PolicyGradient, compute_loss
+from rlt_lightning.modules.losses import LossInputs, LossOutput, LossTerm, PolicyGradient
 from rlt_lightning.modules.on_policy import OnPolicyModule
-from rlt_lightning.modules.passes import forward
 from rlt_lightning.modules.step_metrics import rollout_metrics
 from rlt_lightning.numerics.divergence import Divergence
 from rlt_lightning.numerics.importance import TruncatedImportanceSampling
@@ -177,11 +177,8 @@ class OPDModule(OnPolicyModule):
             with self.phase("score") as stats:
                 runner.run(step, step.shard, term.scoring_passes, stats)  # by the teacher
         with self.phase("train") as stats:
-            self.optimizers().zero_grad()  # type: ignore[union-attr]
-            for micro in runner.updates(step, step.shard, [term], stats):
-                computed = forward(self.run, micro)  # log-probs or divergences, with gradient
-                loss = compute_loss(micro, computed, self.global_step)
-                self.manual_backward(loss)
+            # Forward, loss and backward of each micro-batch.
+            self.forward_backward(runner.updates(step, step.shard, [term], stats))
             metrics = self.finish_update(step)
         step.share(self.ranks.sum_tensor)
         counts = score_answers(step)

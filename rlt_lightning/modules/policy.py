@@ -6,7 +6,7 @@ PolicyModule       SFTModule
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any, ClassVar
@@ -39,8 +39,9 @@ from rlt_lightning.modules.checks import (
     require_whole_steps,
 )
 from rlt_lightning.modules.frozen import Model, RunModel
+from rlt_lightning.modules.losses import compute_loss
 from rlt_lightning.modules.optimizer import OptimizerConfig, build_optimizer, build_schedule, resume_schedule
-from rlt_lightning.modules.passes import PassRunner
+from rlt_lightning.modules.passes import Micro, PassRunner, forward
 from rlt_lightning.modules.phases import PhaseTimer, count_weights
 from rlt_lightning.modules.ranks import Ranks
 from rlt_lightning.modules.step_metrics import (
@@ -436,6 +437,14 @@ class PolicyModule(LightningModule):
     def list_models(self) -> dict[str, Model]:
         """Return the models by the names that scoring passes use."""
         return {POLICY: Model(self.run, is_policy=True)}
+
+    def forward_backward(self, micros: Iterable[Micro]) -> None:
+        """Add the gradients of an update's micro-batches, which `PassRunner.updates` yields."""
+        self.optimizers().zero_grad()  # type: ignore[union-attr]
+        for micro in micros:
+            computed = forward(self.run, micro)  # log-probs or divergences, with gradient
+            loss = compute_loss(micro, computed, self.global_step)
+            self.manual_backward(loss)
 
     def optimizer_step_now(self, is_last_update: bool = True) -> dict[str, Any]:
         """Clip, step the optimizer and its schedules, and return gradient norm and learning rate.

@@ -15,7 +15,8 @@ The life of a step, on every rank; the steps marked * wait for the other ranks:
       ├ request_others        dynamic sampling: again, for groups of equal rewards
       ├ submit_next*          asynchronous rollouts: the engine samples the next step meanwhile
       ├ advantages            compare within each group → (N,)
-      ├ runner.updates        an update's micro-batches of each loss term, equally many on all ranks:
+      ├ runner.updates        an update's micro-batches of each loss term, equally many on all ranks
+      ├ forward_backward      for each of them (policy.py):
       │   ├ forward           log-probs with gradient, (M,)
       │   ├ compute_loss      micro.term: LossInputs → LossOutput, whose figures the step keeps (losses.py)
       │   └ manual_backward   the last one sums gradients over ranks*
@@ -44,15 +45,9 @@ from rlt_lightning.models.load import Dtype
 from rlt_lightning.models.lora import without_adapter
 from rlt_lightning.modules.credits import Credit, RewardCredit, pad_engine_log_probs
 from rlt_lightning.modules.frozen import Model
-from rlt_lightning.modules.losses import (
-    AnswerTerm,
-    LossTerm,
-    PolicyGradient,
-    build_sampled_pass,
-    compute_loss,
-)
+from rlt_lightning.modules.losses import AnswerTerm, LossTerm, PolicyGradient, build_sampled_pass
 from rlt_lightning.modules.on_policy import OnPolicyModule
-from rlt_lightning.modules.passes import PassRunner, forward, score_groups, score_rollouts
+from rlt_lightning.modules.passes import PassRunner, score_groups, score_rollouts
 from rlt_lightning.modules.phases import PhaseStats
 from rlt_lightning.modules.rollout_rows import predicted_rows
 from rlt_lightning.modules.step_metrics import held_out_metrics, require_agreement, reward_metrics
@@ -251,11 +246,8 @@ class RLTModule(OnPolicyModule):
             step.check_finite(step.advantages, "advantage", self.advantages, range(len(step)))
             metrics = []
             for number, rows in enumerate(updates * self.num_epochs, 1):  # one optimizer step each
-                self.optimizers().zero_grad()  # type: ignore[union-attr]
-                for micro in runner.updates(step, rows, self.loss_terms, stats):
-                    computed = forward(self.run, micro)  # log-probs or divergences, with gradient
-                    loss = compute_loss(micro, computed, self.global_step)
-                    self.manual_backward(loss)
+                # Forward, loss and backward of each micro-batch.
+                self.forward_backward(runner.updates(step, rows, self.loss_terms, stats))
                 metrics.append(self.finish_update(step, is_last_update=number == self.num_updates))
         self.log_iteration(batch, step, average_metrics(metrics))
 

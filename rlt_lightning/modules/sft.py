@@ -12,9 +12,8 @@ from rlt_lightning.datamodules.stages import StudentSFTData, TeacherSFTData
 from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.load import context_length
-from rlt_lightning.modules.losses import LossInputs, LossOutput, LossTerm, compute_loss
+from rlt_lightning.modules.losses import LossInputs, LossOutput, LossTerm
 from rlt_lightning.modules.optimizer import OptimizerConfig
-from rlt_lightning.modules.passes import forward
 from rlt_lightning.modules.policy import PolicyModule
 from rlt_lightning.numerics.packing import Layout
 from rlt_lightning.rollouts.step import POLICY, ScoringPass, StepBatch
@@ -63,18 +62,14 @@ class SFTModule(PolicyModule):
         """Take one optimizer step over all examples of the batch."""
         step = batch.step = StepBatch.of_examples(examples := batch.examples)
         with self.phase("train") as stats:
-            self.optimizers().zero_grad()  # type: ignore[union-attr]
-            for micro in self.build_runner().updates(step, step.shard, [CompletionLoss()], stats):
-                computed = forward(self.run, micro)  # log-probs or divergences, with gradient
-                loss = compute_loss(micro, computed, self.global_step)
-                self.manual_backward(loss)
+            # Forward, loss and backward of each micro-batch.
+            self.forward_backward(self.build_runner().updates(step, step.shard, [CompletionLoss()], stats))
             self.ranks.raise_together(step)
             step.set_scores(step.table)
             metrics = step.metrics | self.optimizer_step_now()
         metrics |= self.speed_metrics(sum(len(example.token_ids) for example in examples))
-        # Tokens in the loss of this step, and complete passes over the data.
-        metrics |= {"data/completion_tokens": micro.num_scored, "data/epoch": float(self.current_epoch)}
-        self.log_step(metrics, len(examples))
+        # Complete passes over the data.
+        self.log_step(metrics | {"data/epoch": float(self.current_epoch)}, len(examples))
 
     def validation_step(self, batch: SFTBatch, batch_idx: int) -> None:
         """Keep the mean loss per completion token of held-out rows."""
@@ -104,7 +99,9 @@ class CompletionLoss(LossTerm):
         loss = -inputs.computed.values.sum() / inputs.micro.num_scored
         lengths = [scoring.num_scored for scoring in inputs.micro.passes]
         numbers = mean_log_probs(inputs.computed.values.detach(), lengths)
-        return LossOutput(loss, {"policy/loss": loss.detach()}, numbers=numbers)
+        # Tokens in the loss of this step.
+        metrics = {"policy/loss": loss.detach(), "data/completion_tokens": loss.new_tensor(sum(lengths))}
+        return LossOutput(loss, metrics, numbers=numbers)
 
 
 def mean_log_probs(values: Tensor, lengths: list[int]) -> dict[str, Tensor]:
