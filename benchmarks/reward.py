@@ -122,10 +122,10 @@ def build_scorer(
     head = prepare_model(partial(call, policy), "policy", kernels, HeadOptions(), device)
     fuse_blocks(partial(call, student), "student", kernels, device)
     models = {"student": Model(ModelEntry(student)), POLICY: Model(ModelEntry(policy))}
-    runner = PassRunner(models, device, head, micro_batch_tokens=16384, recompute=recompute)
+    runner = PassRunner(models, device, head, micro_batch_tokens=16384)
     chat_format: Any = None  # without a baseline it writes nothing
     student = Student.of("student", chat_format=chat_format)
-    return lambda rollouts: score_rollouts(runner, reward, student, rollouts).rewards
+    return lambda rollouts: score_rollouts(runner, reward, student, rollouts, recompute=recompute).rewards
 
 
 def main() -> None:

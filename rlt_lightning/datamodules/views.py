@@ -57,7 +57,11 @@ class TeacherViews:
 
     @property
     def exchanged(self) -> tuple[int, int] | None:
-        """Return two tokens to exchange in the teacher's distribution, so that both closing tags match."""
+        """Return two tokens to exchange in the teacher's distribution, so that both closing tags match.
+
+        Styles need it whose closing tags begin with different tokens, such as r1 where `</think>` is one
+        token; no context can do it instead, since the teacher may end its thought at every token.
+        """
         return None if self.closing is None or self.closing[0] == self.closing[1] else self.closing
 
     def build_problem(

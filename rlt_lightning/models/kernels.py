@@ -291,7 +291,7 @@ def compiled_head_fault(
             # The other model's vocabulary is smaller, and its states are others.
             other = inputs[0].flip(0), Head(inputs[1][:2800])
             if divergence is not None:
-                values = linear_divergence(inputs[0], head, *other, divergence, None, 1, compiled)
+                values = linear_divergence(inputs[0], head, *other, divergence, 1, compiled)
                 found += [values, *torch.autograd.grad(values.sum(), inputs)]
             return found
 

@@ -105,10 +105,11 @@ def head_log_probs(
 
 
 class ModelHead(NamedTuple):
-    """The language-model head of a model, at a temperature."""
+    """The language-model head of a model, at a temperature; see `LogitScale` for `exchanged`."""
 
     model: Any
     temperature: float
+    exchanged: tuple[int, int] | None = None
 
     def module(self) -> nn.Linear:
         """Return the linear layer.
@@ -126,7 +127,7 @@ class ModelHead(NamedTuple):
 
     def scale(self) -> LogitScale:
         """Return the function from the layer's output to logits."""
-        return logit_scale(self.model, self.temperature)
+        return logit_scale(self.model, self.temperature)._replace(exchanged=self.exchanged)
 
     def run(self, function: Callable[..., Any], *hidden: Tensor) -> Any:
         """Return `function(head, *hidden)`, computed as the forward of the model's head.
@@ -153,7 +154,6 @@ def head_divergence(
     teacher: ModelHead,
     teacher_hidden: Tensor,
     divergence: Divergence,
-    exchanged: tuple[int, int] | None,
     options: HeadOptions,
 ) -> Tensor:
     """Return the divergence of the student's next-token distributions from the teacher's, (M,), nats.
@@ -166,17 +166,13 @@ def head_divergence(
         teacher: The teacher's head, which gets no gradient.
         teacher_hidden: The teacher's states before the same tokens, (M, H_T).
         divergence: Which divergence.
-        exchanged: Two words that change places in the teacher's distribution, such as the first tokens of
-            the two models' closing tags.
         options: How the heads are computed.
     """
 
     def with_student(student_head: Head, student_hidden: Tensor) -> Tensor:
         def with_teacher(teacher_head: Head, teacher_hidden: Tensor, student_hidden: Tensor) -> Tensor:
             sides = student_hidden, student_head, teacher_hidden, teacher_head
-            return linear_divergence(
-                *sides, divergence, exchanged, options.logits_mib, bool(options.compiled)
-            )
+            return linear_divergence(*sides, divergence, options.logits_mib, bool(options.compiled))
 
         if teacher.module() is not student.module():
             return teacher.run(with_teacher, teacher_hidden, student_hidden)

@@ -66,61 +66,63 @@ class Compared(NamedTuple):
     Attributes:
         packed: Its tokens.
         run: Runs it.
-        temperature: Divides its logits.
-        divergence: Which divergence from it.
-        exchanged: Two of its words that change places.
+        key: Its settings.
         shares_head: Whether both are the policy: a model computes one forward at a time.
     """
 
     packed: PackedSequences
     run: RunModel
-    temperature: float
-    divergence: Divergence
-    exchanged: tuple[int, int] | None
+    key: PassKey
     shares_head: bool
 
 
 class Packed(NamedTuple):
-    """A micro-batch: its sequences by their indices, what they are compared with, its weight."""
+    """A micro-batch in one packed row.
+
+    Attributes:
+        indices: Which sequences of a group it has.
+        packed: Their tokens.
+        key: The group's settings.
+        head: How log-probs are computed from hidden states.
+        compared: What they are compared with; None: nothing.
+        weight: 0: computed only because other ranks compute one; else 1.
+        is_last: Whether it is the last of the group.
+    """
 
     indices: list[int]
     packed: PackedSequences
+    key: PassKey
+    head: HeadOptions
     compared: Compared | None
     weight: float
     is_last: bool
 
 
 class Micro(NamedTuple):
-    """A micro-batch of an update: rows of a loss term's passes, in one packed row.
+    """A micro-batch of an update: rows of a loss term's passes.
 
     Attributes:
         step: The step.
         term: The loss term.
         rows: The rows of the step.
         passes: The policy's pass over each.
-        packed: Their tokens.
-        compared: What the policy is compared with; None: nothing.
-        temperature: Divides the logits.
+        batch: Their tokens, and what the policy is compared with.
         scale: The factor of the loss: the strategy averages gradients over ranks, so each rank's part
             counts world_size times. 0: computed only because other ranks compute one.
         num_sequences: Rows of the whole update, of all ranks.
         num_tokens: Their tokens.
         num_scored: Tokens that the term scores in the whole update.
-        head: How log-probs are computed from hidden states.
     """
 
     step: StepBatch
     term: Any
     rows: list[int]
     passes: list[ScoringPass]
-    packed: PackedSequences
-    compared: Compared | None
-    temperature: float
+    batch: Packed
     scale: float
     num_sequences: float
     num_tokens: float
     num_scored: float
-    head: HeadOptions
 
 
 class Values(NamedTuple):
@@ -149,26 +151,28 @@ class PassKey(NamedTuple):
 
     model: str
     temperature: float
-    compared_with: str = ""
-    other_temperature: float = 0.0
-    divergence: Divergence = Divergence()
     exchanged: tuple[int, int] | None = None
+    compared_with: PassKey | None = None
+    divergence: Divergence = Divergence("forward")
 
     @classmethod
     def of(cls, scoring: ScoringPass) -> PassKey:
         """Return the settings of a pass whose temperatures are set."""
-        key, other = cls(scoring.model, scoring.temperature or 1.0), scoring.compared_with
-        if other is None:
-            return key
-        return cls(*key[:2], other.model, other.temperature or 1.0, scoring.divergence, scoring.exchanged)
+        other = scoring.compared_with and cls.of(scoring.compared_with)
+        return cls(scoring.model, scoring.temperature or 1.0, scoring.exchanged, other, scoring.divergence)
 
     def build_dummy(self) -> ScoringPass:
         """Return a pass for a rank that has none in this group."""
-        scoring = ScoringPass(self.model, [], [0, 0], {"dummy": (1, 2)}, temperature=self.temperature)
-        if not self.compared_with:
-            return scoring
-        other = replace(scoring, model=self.compared_with, temperature=self.other_temperature)
-        return replace(scoring, compared_with=other, divergence=self.divergence, exchanged=self.exchanged)
+        return ScoringPass(
+            self.model,
+            [],
+            [0, 0],
+            {"dummy": (1, 2)},
+            temperature=self.temperature,
+            exchanged=self.exchanged,
+            compared_with=self.compared_with and self.compared_with.build_dummy(),
+            divergence=self.divergence,
+        )
 
 
 @dataclass
@@ -183,7 +187,6 @@ class PassRunner:
         layout: How sequences share a forward.
         ranks: The ranks. With sharded weights their forwards meet.
         splits: Whether a rank may split a micro-batch to have as many as the others.
-        recompute: Ask the policy also where the engine reported log-probs.
     """
 
     models: Mapping[str, Model]
@@ -193,7 +196,6 @@ class PassRunner:
     layout: Layout = "auto"
     ranks: Ranks = field(default_factory=Ranks)
     splits: bool = True
-    recompute: bool = False
 
     @torch.no_grad()
     def run(
@@ -202,7 +204,7 @@ class PassRunner:
         rows: Sequence[int],
         declare: Declare,
         stats: PhaseStats | None = None,
-        recompute: bool | None = None,
+        recompute: bool = False,
     ) -> None:
         """Fill token columns of the step for these rows, which are this rank's, or a dummy.
 
@@ -215,19 +217,20 @@ class PassRunner:
             rows: Rows of it.
             declare: Returns the scoring passes of a row.
             stats: Counts the tokens that models compute.
-            recompute: Replaces `self.recompute`.
+            recompute: Ask the policy also where the engine reported log-probs.
 
         Raises:
             NonFiniteError: If a log-prob is NaN or infinite, naming the rows and the value; see above.
             InputError: If a retokenized completion does not fit into a model's context; see above.
         """
         rollouts = {row: step.rollout(row) for row in rows}
-        declared = [
-            (row, set_temperatures(scoring, step))
-            for row, rollout in rollouts.items()
-            for scoring in declare_passes(step, rollout, declare)
-        ]
-        if not (self.recompute if recompute is None else recompute):
+        declared: list[tuple[int, ScoringPass]] = []
+        for row, rollout in rollouts.items():
+            try:
+                declared += [(row, set_temperatures(scoring, step)) for scoring in declare(rollout)]
+            except Exception as error:  # of a user's class: any
+                step.keep_failure(error)
+        if not recompute:
             declared = self.take_sampled(step, rollouts, declared)
         passes, shared = merge_passes(step, declared)
         groups: dict[PassKey, list[RowPass]] = {}
@@ -301,7 +304,7 @@ class PassRunner:
                     compared = scoring.find_slots(scoring.compared)
                     slots += range(before + compared.start, before + compared.stop)
                     before += scoring.num_scored
-                values = compute(run, batch.packed, key.temperature, self.head, False, batch.compared, slots)
+                values = compute(run, batch, slots=slots)
                 keep_values(step, chosen, values)
 
     def pack(
@@ -319,24 +322,24 @@ class PassRunner:
         others = [scoring.compared_with.build_sequence() for scoring in passes if scoring.compared_with]
         planned = self.plan(measure_lengths(passes, sequences, others or sequences), all_ranks)
         with ExitStack() as stack:
-            other = self.models[key.compared_with] if key.compared_with else None
+            other = self.models[key.compared_with.model] if key.compared_with else None
             # Once for all micro-batches: the model may lie in main memory.
             run_other = stack.enter_context(other.loaded_on(self.device)) if other else None
             for number, (micro_batch, weight) in enumerate(planned, 1):
                 packed = PackedSequences.from_sequences(sequences, micro_batch.families, self.device)
                 against = None
-                if other is not None and run_other is not None:
+                if other is not None and run_other is not None and key.compared_with is not None:
                     against = Compared(
                         PackedSequences.from_sequences(others, micro_batch.families, self.device),
                         run_other,
-                        key.other_temperature,
-                        key.divergence,
-                        key.exchanged,
+                        key.compared_with,
                         shares_head=other.is_policy and self.models[key.model].is_policy,
                     )
                 if stats is not None:
                     stats.tokens += packed.input_ids.shape[1]
-                yield Packed(micro_batch.indices, packed, against, weight, number == len(planned))
+                yield Packed(
+                    micro_batch.indices, packed, key, self.head, against, weight, number == len(planned)
+                )
 
     def plan(self, lengths: list[SequenceLengths], all_ranks: bool) -> list[tuple[MicroBatch, float]]:
         """Divide sequences into micro-batches, each for one forward; return them with their weights.
@@ -392,14 +395,11 @@ class PassRunner:
                         term,
                         [rows[i] for i in batch.indices],
                         [passes[i] for i in batch.indices],
-                        batch.packed,
-                        batch.compared,
-                        key.temperature,
+                        batch,
                         batch.weight * self.ranks.world_size,
                         totals[0],
                         totals[1],
                         totals[2 + number],
-                        self.head,
                     )
 
 
@@ -472,7 +472,6 @@ def merge_two(ours: ScoringPass, theirs: ScoringPass) -> ScoringPass | None:
         scored={**ours.scored, **theirs.scored},
         compared_with=how.compared_with,
         divergence=how.divergence,
-        exchanged=how.exchanged,
     )
 
 
@@ -484,15 +483,6 @@ def begins_with(longer: ScoringPass, shorter: ScoringPass) -> bool:
     return (longer.prefix + longer.rest)[: len(tokens)] == tokens
 
 
-def declare_passes(step: StepBatch, rollout: Rollout, declare: Declare) -> Sequence[ScoringPass]:
-    """Return the scoring passes of a completion; none if `declare` fails, whose error the step keeps."""
-    try:
-        return declare(rollout)
-    except Exception as error:  # of a user's class: any
-        step.keep_failure(error)
-        return []
-
-
 @torch.no_grad()
 def score_rollouts(
     runner: PassRunner,
@@ -500,7 +490,7 @@ def score_rollouts(
     student: Student,
     rollouts: Rollouts,
     declare: Declare | None = None,
-    recompute: bool | None = None,
+    recompute: bool = False,
 ) -> StepBatch:
     """Return completions that no other rank has, with their rewards.
 
@@ -541,45 +531,36 @@ def score_groups(step: StepBatch, reward: Reward) -> None:
 
 def forward(run: RunModel, micro: Micro) -> Values:
     """Run the policy on a micro-batch, with gradient, and the model that it is compared with, without."""
-    return compute(run, micro.packed, micro.temperature, micro.head, micro.term.with_entropy, micro.compared)
+    return compute(run, micro.batch, micro.term.with_entropy)
 
 
 def compute(
-    run: RunModel,
-    packed: PackedSequences,
-    temperature: float,
-    head: HeadOptions,
-    with_entropy: bool = False,
-    compared: Compared | None = None,
-    slots: Sequence[int] | None = None,
+    run: RunModel, batch: Packed, with_entropy: bool = False, slots: Sequence[int] | None = None
 ) -> Values:
     """Run a model on a packed row, and the one that it is compared with, which gets no gradient.
 
     Args:
         run: Runs the model.
-        packed: Its tokens.
-        temperature: Divides its logits.
-        head: How its head is computed.
+        batch: Its tokens, and the other model.
         with_entropy: Whether entropies are wanted, where nothing is compared.
-        compared: The other model; None: none.
         slots: Which scored tokens are compared, where log-probs are wanted too; None: all are compared.
     """
+    packed, key, head, compared = batch.packed, batch.key, batch.head, batch.compared
     if compared is None:
-        return Values(*run(compute_log_probs, packed, temperature, head, with_entropy))
+        return Values(*run(compute_log_probs, packed, key.temperature, head, with_entropy))
     with torch.no_grad():
         other_hidden = compared.run(scored_hidden_states, compared.packed)  # (M, H)
 
     def with_model(model: Any) -> tuple[Tensor | None, Tensor]:
         hidden, log_probs = scored_hidden_states(model, packed), None
         if slots is not None:
-            log_probs, _ = head_log_probs(model, hidden, packed.targets, temperature, head)
+            log_probs, _ = head_log_probs(model, hidden, packed.targets, key.temperature, head)
             hidden = hidden[upload(slots, hidden.device, torch.long)]
 
         def with_other(other: Any) -> Tensor:
-            ours, theirs = ModelHead(model, temperature), ModelHead(other, compared.temperature)
-            return head_divergence(
-                ours, hidden, theirs, other_hidden, compared.divergence, compared.exchanged, head
-            )
+            ours = ModelHead(model, key.temperature)
+            theirs = ModelHead(other, compared.key.temperature, compared.key.exchanged)
+            return head_divergence(ours, hidden, theirs, other_hidden, key.divergence, head)
 
         return log_probs, with_other(model) if compared.shares_head else compared.run(with_other)
 

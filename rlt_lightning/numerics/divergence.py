@@ -31,7 +31,6 @@ from torch.autograd.function import once_differentiable
 
 from rlt_lightning.numerics.head import (
     IMPOSSIBLE,
-    Exchanged,
     Head,
     HeadTiles,
     LogitScale,
@@ -152,7 +151,6 @@ def divergence(
     options: Divergence = Divergence(),
     student_temperature: float = 1.0,
     teacher_temperature: float = 1.0,
-    exchanged: Exchanged = None,
 ) -> Tensor:
     """Return how far each of the student's next-token distributions is from the teacher's.
 
@@ -166,7 +164,6 @@ def divergence(
         options: Which divergence.
         student_temperature: Divides the student's logits.
         teacher_temperature: Divides the teacher's logits.
-        exchanged: Two columns of the teacher's logits that change places; None: all keep their own.
 
     Returns:
         (M,), nats, fp32 (float64 for float64 logits), with gradient to both. Infinite if one side gives a
@@ -174,13 +171,8 @@ def divergence(
         training must stop there, since no gradient can mend it.
 
     Raises:
-        ValueError: If a temperature is not positive, or an exchanged word is none of the teacher's.
+        ValueError: If a temperature is not positive.
     """
-    check_exchanged(exchanged, teacher_logits.shape[-1])
-    if exchanged is not None:
-        columns = torch.arange(teacher_logits.shape[-1], device=teacher_logits.device)
-        columns[list(exchanged)] = columns[list(exchanged[::-1])]
-        teacher_logits = teacher_logits[:, columns]
     num_words = min(student_logits.shape[-1], teacher_logits.shape[-1])
     student = scaled_log_softmax(student_logits, student_temperature)[:, :num_words]  # (M, V)
     teacher = scaled_log_softmax(teacher_logits, teacher_temperature)[:, :num_words]  # (M, V)
@@ -193,7 +185,6 @@ def linear_divergence(
     teacher_hidden: Tensor,
     teacher: Head,
     options: Divergence = Divergence(),
-    exchanged: Exchanged = None,
     logits_mib: int | None = None,
     compiled: bool = False,
 ) -> Tensor:
@@ -205,7 +196,6 @@ def linear_divergence(
         teacher_hidden: The teacher's hidden states before the same M tokens, (M, H_T).
         teacher: The teacher's language-model head, V_T words, with its temperature.
         options: Which divergence.
-        exchanged: Two of the teacher's words that change places; the head's weight is not copied.
         logits_mib: Memory for logits, MiB, as in `linear_log_probs`.
         compiled: Fuse the arithmetic on a tile with torch.compile.
 
@@ -213,26 +203,15 @@ def linear_divergence(
         (M,), nats, fp32 or float64, with gradient to the student's hidden states, weight and bias only.
 
     Raises:
-        ValueError: If a temperature or `logits_mib` is not positive, or an exchanged word is none of the
-            teacher's.
+        ValueError: If a temperature or `logits_mib` is not positive.
     """
     check_temperature(student.scale.temperature)
     check_temperature(teacher.scale.temperature)
-    check_exchanged(exchanged, len(teacher.weight))
     logits_mib = block_size(logits_mib, student_hidden)
-    pair = PairOptions(options, student.scale, teacher.scale, exchanged, logits_mib, compiled)
+    pair = PairOptions(options, student.scale, teacher.scale, logits_mib, compiled)
     of_student = in_autocast_dtype(student_hidden), student.weight, student.bias
     of_teacher = in_autocast_dtype(teacher_hidden), teacher.weight, teacher.bias
     return LinearDivergence.apply(pair, *of_student, *of_teacher)
-
-
-def check_exchanged(exchanged: Exchanged, num_words: int) -> None:
-    """Raise a ValueError unless both words are the teacher's."""
-    if exchanged is not None and not all(0 <= word < num_words for word in exchanged):
-        raise ValueError(
-            f"Words to be exchanged must be at least 0 and below {num_words}, the teacher's vocabulary, but "
-            f"they are {exchanged}. Take them from its tokenizer."
-        )
 
 
 class PairOptions(NamedTuple):
@@ -241,7 +220,6 @@ class PairOptions(NamedTuple):
     divergence: Divergence
     student_scale: LogitScale
     teacher_scale: LogitScale
-    exchanged: Exchanged
     logits_mib: int
     compiled: bool
 
@@ -254,7 +232,7 @@ class PairOptions(NamedTuple):
         hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias = inputs
         student = Head(weight, bias, self.student_scale)
         teacher = Head(teacher_weight, teacher_bias, self.teacher_scale)
-        return HeadTiles([(hidden, student), (teacher_hidden, teacher)], self.logits_mib, self.exchanged)
+        return HeadTiles([(hidden, student), (teacher_hidden, teacher)], self.logits_mib)
 
 
 class Totals(NamedTuple):

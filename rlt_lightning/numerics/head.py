@@ -44,8 +44,6 @@ WIDTH_MULTIPLE = 128
 IMPOSSIBLE = -1e30
 # No logit of a word that may come is as low as this, whatever the temperature.
 LOWEST_LOGIT = -1e10
-# Two words that change places in the distribution of a model that gets no gradient.
-Exchanged = tuple[int, int] | None
 
 
 class LogitScale(NamedTuple):
@@ -55,11 +53,14 @@ class LogitScale(NamedTuple):
         temperature: Divides the logits; the sampling temperature, so that log-probs are the sampler's.
         scale: Some architectures multiply what the head gives (Cohere), or divide it (Granite).
         cap: Soft cap of the logits (Gemma 2); None: no cap.
+        exchanged: Two words whose logits change places, of a head that gets no gradient; its weight is not
+            copied.
     """
 
     temperature: float = 1.0
     scale: float = 1.0
     cap: float | None = None
+    exchanged: tuple[int, int] | None = None
 
     def product_factor(self) -> float:
         """Return the factor of the raw output in the matrix product, without a further pass over it."""
@@ -100,12 +101,12 @@ class Head(NamedTuple):
 class HeadBlock:
     """The head's weights for one block of the vocabulary, in the type in which they are multiplied."""
 
-    def __init__(self, head: Head, block: slice, dtype: torch.dtype, exchanged: Exchanged = None) -> None:
-        self.weight = select_rows(head.weight, block, exchanged).to(dtype)  # (w, H)
+    def __init__(self, head: Head, block: slice, dtype: torch.dtype) -> None:
+        self.weight = select_rows(head.weight, block, head.scale.exchanged).to(dtype)  # (w, H)
         self.scale, self.factor = head.scale, head.scale.product_factor()
         self.bias = None
         if head.bias is not None:
-            rows = select_rows(head.bias, block, exchanged).to(full_precision(dtype))
+            rows = select_rows(head.bias, block, head.scale.exchanged).to(full_precision(dtype))
             self.bias = rows.clamp(min=IMPOSSIBLE) * self.factor
 
     def logits(self, states: Tensor) -> Tensor:
@@ -113,7 +114,7 @@ class HeadBlock:
         return self.scale.cap_(add_product(self.bias, states, self.weight.t(), self.factor))
 
 
-def select_rows(values: Tensor, block: slice, exchanged: Exchanged) -> Tensor:
+def select_rows(values: Tensor, block: slice, exchanged: tuple[int, int] | None) -> Tensor:
     """Return the rows of a head's weight or bias for one block of words, two of them exchanged."""
     rows = values[block]
     for word, other in () if exchanged is None else (exchanged, exchanged[::-1]):
@@ -199,13 +200,10 @@ class HeadTiles:
     Args:
         sides: Hidden states (M, H) and the head that they go through, of each model.
         logits_mib: Memory for the logits of all sides at a time, MiB.
-        exchanged: Two words of the second side that change places.
     """
 
-    def __init__(
-        self, sides: Sequence[tuple[Tensor, Head]], logits_mib: int, exchanged: Exchanged = None
-    ) -> None:
-        self.sides, self.exchanged = sides, (None, exchanged)
+    def __init__(self, sides: Sequence[tuple[Tensor, Head]], logits_mib: int) -> None:
+        self.sides = sides
         self.states = [full_precision_on_cpu(hidden) for hidden, _ in sides]
         hidden_size = max(hidden.shape[1] for hidden, _ in sides)
         num_words = max(len(head.weight) for _, head in sides)
@@ -215,8 +213,8 @@ class HeadTiles:
 
     def heads(self, block: slice) -> list[HeadBlock]:
         """Return each side's weights for a block; fewer where a vocabulary ends."""
-        sides = zip(self.sides, self.states, self.exchanged, strict=False)
-        return [HeadBlock(head, block, states.dtype, exchanged) for (_, head), states, exchanged in sides]
+        sides = zip(self.sides, self.states, strict=True)
+        return [HeadBlock(head, block, states.dtype) for (_, head), states in sides]
 
     def zeros(self, row: slice) -> Tensor:
         """Return a zero for each token of a row of tiles, (m,), in the type of sums."""

@@ -73,7 +73,7 @@ class ScoringPass:
         compared_with: Another model's pass with one of these columns, of as many tokens: its values are then
             not log-probs, but the divergence between both models before each of them.
         divergence: Which, where `compared_with` is set; its student is `model`.
-        exchanged: Two words that change places in the `compared_with` model's distribution.
+        exchanged: Two words that change places in this model's distribution, if another is compared with it.
         retokenized: Whether the model has other tokens than the policy: no earlier check knows their number.
     """
 

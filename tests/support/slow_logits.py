@@ -10,6 +10,10 @@ from rlt_lightning.numerics.log_probs import scaled_log_softmax
 def slow_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: LogitScale) -> Tensor:
     """All logits before the temperature, as the model's own code computes them."""
     logits = nn.functional.linear(hidden, weight, bias) * scale.scale
+    if scale.exchanged is not None:
+        columns = torch.arange(len(weight))
+        columns[list(scale.exchanged)] = columns[list(scale.exchanged[::-1])]
+        logits = logits[:, columns]
     return logits if scale.cap is None else scale.cap * torch.tanh(logits / scale.cap)
 
 

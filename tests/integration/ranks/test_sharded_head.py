@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import ranks
 import torch
-from slow_logits import token_log_probs
+from slow_logits import slow_logits, token_log_probs
 from torch import Tensor, nn
 
 from rlt_lightning.models.packed import HeadOptions, ModelHead, head_divergence, head_log_probs
 from rlt_lightning.numerics import Divergence
 from rlt_lightning.numerics.divergence import divergence
+from rlt_lightning.numerics.head import LogitScale
 from rlt_lightning.strategies.sharding import ZeRO3
 
 NUM_WORDS, SIZE = 1100, 6
@@ -80,16 +81,18 @@ class Distilled:
             teacher_hidden = run(lambda teacher: teacher.body(hidden.flip(0)))
 
         def with_teacher(teacher: Headed) -> Tensor:
-            heads = ModelHead(model, 0.7), hidden, ModelHead(teacher, 0.9), teacher_hidden
-            return head_divergence(*heads, self.options, EXCHANGED, HeadOptions(1))
+            heads = ModelHead(model, 0.7), hidden, ModelHead(teacher, 0.9, EXCHANGED), teacher_hidden
+            return head_divergence(*heads, self.options, HeadOptions(1))
 
         return run(with_teacher)
 
     def slow(self, model: Headed, hidden: Tensor, targets: Tensor) -> Tensor:
         teacher = teacher_model() if self.run_teacher else model
         with torch.no_grad():
-            teacher_logits = teacher.lm_head(teacher.body(hidden.flip(0)))
-        return divergence(model.lm_head(hidden), teacher_logits, self.options, 0.7, 0.9, EXCHANGED)
+            states, head = teacher.body(hidden.flip(0)), teacher.lm_head
+            scale = LogitScale(exchanged=EXCHANGED)
+            teacher_logits = slow_logits(states, head.weight, head.bias, scale)
+        return divergence(model.lm_head(hidden), teacher_logits, self.options, 0.7, 0.9)
 
 
 def teacher_model() -> Headed:

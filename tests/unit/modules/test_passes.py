@@ -54,7 +54,7 @@ def read(
     step: StepBatch | None = None,
     rows: Any = range(2),
     ranks: Ranks | None = None,
-    **options: Any,
+    recompute: bool = False,
 ) -> tuple[StepBatch, list[tuple[str, list[int]]]]:
     """What a step has after it was read, and what models scored, pass by pass."""
     calls: list[tuple[str, list[int]]] = []
@@ -65,15 +65,9 @@ def read(
     ]
     step = step or StepBatch.of_rollouts(Rollouts(rollouts, 2, 0, 0.5))
     models = {name: Model(Fake(name, calls)) for name in (POLICY, "student")}
-    runner = PassRunner(
-        models,
-        torch.device("cpu"),
-        micro_batch_tokens=100,
-        layout="packed",
-        ranks=ranks or Ranks(),
-        **options,
-    )
-    runner.run(step, rows, reads)
+    device = torch.device("cpu")
+    runner = PassRunner(models, device, micro_batch_tokens=100, layout="packed", ranks=ranks or Ranks())
+    runner.run(step, rows, reads, recompute=recompute)
     return step, calls
 
 
