@@ -15,7 +15,9 @@ from trainers import bare_trainer
 
 from rlt_lightning.datamodules import StudentRLData, TeacherRLData
 from rlt_lightning.modules import RLTModule
+from rlt_lightning.modules.credits import RatioCredit, RewardCredit
 from rlt_lightning.modules.optimizer import OptimizerConfig
+from rlt_lightning.numerics import DAPOLoss, GroupCenteredAdvantages
 from rlt_lightning.rewards import TextReward
 from rlt_lightning.rollouts.step import StepBatch, columns_of
 
@@ -102,13 +104,16 @@ class EvenSum(TextReward):
 
 @pytest.mark.parametrize("plus", [0.0, 1.0], ids=["JOLT", "JOLT+"])
 def test_both_roles_have_the_gradient_of_jolt(plus: float, tiny_model: str, tmp_path: Path) -> None:
-    from joint_stage import JOLTModule, TwoViewData
+    from joint_stage import JOLTModule, RoleCredit, TwoViewData
 
     texts = [{"question": f"What is {n} + 4?", "solution": f"\\boxed{{{n + 4}}}"} for n in range(8)]
-    rows = TwoViewData(texts, tokenizer=tiny_model, prompts_per_step=2, output_dir=str(tmp_path))
-    options = {"optimizer": OptimizerConfig(1e-3, max_grad_norm=0), "reward": EvenSum()}
-    ratios = {"teacher_ratio": 0.3, "student_ratio": 0.7, "student_reward": plus}
-    jolt = JOLTModule(tiny_model, group_size=4, micro_batch_tokens=300, **ratios, **options)
+    rows = TwoViewData(texts, tokenizer=tiny_model, prompts_per_step=2, output_dir=str(tmp_path), view="hint")
+    options: Any = {"optimizer": OptimizerConfig(1e-3, max_grad_norm=0), "reward": EvenSum()}
+    options |= {"advantages": GroupCenteredAdvantages(), "policy_loss": DAPOLoss(kl_coef=0.0)}
+    jolt = JOLTModule(tiny_model, None, group_size=4, micro_batch_tokens=300, **options)
+    jolt.credit = RoleCredit(
+        RewardCredit() + RatioCredit(weight=0.3), plus * RewardCredit() + RatioCredit(weight=0.7)
+    )
     batch, _, witness = fit(jolt, tiny_model, tmp_path, rows)
     policy = module(tiny_model).load(tiny_model, "float32").model
     policy.load_state_dict(witness.weights_before, strict=False)
