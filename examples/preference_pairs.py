@@ -23,7 +23,6 @@ from rlt_lightning.datamodules.rows import ParsedRow
 from rlt_lightning.datamodules.stratos import StratosDataModule
 from rlt_lightning.datamodules.token_cache import Item
 from rlt_lightning.models.embedded import DEFAULT_MODEL
-from rlt_lightning.modules.frozen import Model
 from rlt_lightning.modules.losses import OLD, LossInputs, LossOutput, LossTerm, build_sampled_pass
 from rlt_lightning.modules.on_policy import OnPolicyModule
 from rlt_lightning.rollouts.step import POLICY, REFERENCE, ScoringPass, StepBatch
@@ -102,10 +101,6 @@ class DPOModule(OnPolicyModule):
         """Load the reference."""
         super().load_frozen_models()
         self.reference = self.load_frozen(self.pretrained, self.dtype_name, "the reference")
-
-    def list_models(self) -> dict[str, Model]:
-        """Add the reference."""
-        return super().list_models() | {REFERENCE: self.reference}
 
     def compute_margins(self, step: StepBatch) -> Tensor:
         """Return the margin of each pair, (P,)."""

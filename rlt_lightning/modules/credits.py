@@ -212,6 +212,11 @@ class RatioCredit(Credit):
                 credit[i, part] = sampled_advantages(old[i, part], theirs[row], view.spans)
         return self.weight * credit
 
+    def sum_log_probs(self, step: StepBatch, rows: Sequence[int], like: Tensor) -> Tensor:
+        """Return the other's log-prob of what it reads of each row, (n,), nats; of nothing 0, like `like`."""
+        theirs = step.tokens.get(self.name, {})
+        return torch.stack([theirs[row].sum() if row in theirs else like.new_zeros(()) for row in rows])
+
 
 class TokenCredit(Credit):
     """What the reward says of each token, such as whether a step is right.

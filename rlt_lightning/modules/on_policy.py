@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, ClassVar, Literal, TypeGuard
 
 import torch
@@ -11,6 +12,7 @@ from rlt_lightning.datamodules.stages import ReadData, StudentOPDData, StudentRL
 from rlt_lightning.datamodules.stratos import StratosDataModule
 from rlt_lightning.models.kernels import fuse_blocks
 from rlt_lightning.models.load import Dtype
+from rlt_lightning.models.lora import without_adapter
 from rlt_lightning.modules.checks import require_whole_models
 from rlt_lightning.modules.frozen import Model
 from rlt_lightning.modules.policy import PolicyModule, check_model
@@ -18,7 +20,7 @@ from rlt_lightning.modules.step_metrics import mismatch_metrics, require_agreeme
 from rlt_lightning.numerics.divergence import Divergence
 from rlt_lightning.numerics.importance import Mismatch, TruncatedImportanceSampling
 from rlt_lightning.rollouts.sampler import Sampler
-from rlt_lightning.rollouts.step import Shards, StepBatch
+from rlt_lightning.rollouts.step import REFERENCE, Shards, StepBatch
 from rlt_lightning.run.ranks import ask_callbacks
 from rlt_lightning.types import InputError, Rollouts
 
@@ -90,6 +92,11 @@ class OnPolicyModule(PolicyModule):
         """Place frozen models too: Lightning moves only the trained one."""
         super().get_ready()
         get_frozen_ready(self, self.models)
+
+    def list_models(self) -> dict[str, Model]:
+        """Add the frozen models and the reference: the policy at the start, which is that without adapter."""
+        reference = self.reference or Model(partial(self.run, without_adapter), is_policy=True)
+        return super().list_models() | self.models | {REFERENCE: reference}
 
     def list_readers(self) -> list[tuple[str, str, tuple[str, ...]]]:
         """Return the models that read completions: role, name and the columns of items around one."""

@@ -21,7 +21,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -33,21 +32,16 @@ from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.datamodules.views import TeacherViews
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.load import Dtype
-from rlt_lightning.models.lora import without_adapter
 from rlt_lightning.modules.credits import RatioCredit
-from rlt_lightning.modules.frozen import Model
 from rlt_lightning.modules.losses import LossInputs, LossOutput, LossTerm, PolicyGradient
 from rlt_lightning.modules.on_policy import OnPolicyModule
-from rlt_lightning.modules.step_metrics import rollout_metrics
+from rlt_lightning.modules.step_metrics import held_out_metrics
 from rlt_lightning.numerics.divergence import Divergence
 from rlt_lightning.numerics.importance import TruncatedImportanceSampling
 from rlt_lightning.numerics.losses import DAPOLoss
 from rlt_lightning.numerics.transfers import upload
-from rlt_lightning.rollouts.step import POLICY, ScoringPass, StepBatch, name_column
+from rlt_lightning.rollouts.step import POLICY, REFERENCE, ScoringPass, StepBatch, name_column
 from rlt_lightning.types import InputError, PromptBatch, Rollout, Rollouts
-
-# The student itself as the teacher, in scoring passes.
-TEACHER = "teacher"
 
 
 class OPDModule(OnPolicyModule):
@@ -173,7 +167,7 @@ class OPDModule(OnPolicyModule):
         step = StepBatch.of_request(request, shards)
         step.divide(range(len(step)))
         runner, term = self.build_runner(), self.term
-        if isinstance(term, SampledDistillation):
+        if self.estimator == "sampled":
             with self.phase("score") as stats:
                 runner.run(step, step.shard, term.scoring_passes, stats)  # by the teacher
         with self.phase("train") as stats:
@@ -191,20 +185,17 @@ class OPDModule(OnPolicyModule):
     @property
     def term(self) -> Distillation | SampledDistillation:
         """Return the loss."""
-        teacher = self.teacher_name or ("reference" if self.copies_student else TEACHER)
         if self.estimator == "full":
-            return Distillation(teacher, self.temperature, self.views.exchanged, self.divergence)
-        return SampledDistillation(teacher, self.temperature, self.importance_weights)
+            return Distillation(self.teacher_model, self.temperature, self.views.exchanged, self.divergence)
+        # A mean over tokens without a clip.
+        loss = DAPOLoss(clip_eps_low=1.0, clip_eps_high=math.inf, kl_coef=0.0)
+        ratio = RatioCredit(self.teacher_model, temperature=self.temperature)
+        return SampledDistillation(loss, self.importance_weights, credit=ratio)
 
-    def list_models(self) -> dict[str, Model]:
-        """Add the teacher."""
-        models = super().list_models() | self.models
-        if self.reference is not None:
-            return models | {"reference": self.reference}
-        if self.teacher_name is not None:
-            return models
-        run = self.run if self.teacher_weights == "live" else partial(self.run, without_adapter)
-        return models | {TEACHER: Model(run, is_policy=True)}
+    @property
+    def teacher_model(self) -> str:
+        """Return the teacher's name in scoring passes."""
+        return self.teacher_name or (POLICY if self.teacher_weights == "live" else REFERENCE)
 
     @property
     def views(self) -> TeacherViews:
@@ -228,17 +219,19 @@ class OPDModule(OnPolicyModule):
         self.require_fresh(rollouts.policy_version)
         step, term = StepBatch.of_rollouts(rollouts), self.term
         with self.phase("score"):
-            self.build_runner().run(step, step.shard, term.held_out_passes, recompute=True)
-            divergences = term.measure(step)  # (n,)
+            self.build_runner().run(
+                step,
+                step.shard,
+                lambda rollout: [term.scoring_pass(rollout), *term.scoring_passes(rollout)],
+                recompute=True,
+            )
+            judged = torch.stack([step.tokens["judged"][row].sum() for row in step.shard])
+            # Divergences already, or the student's log-probs, beside which the teacher's are known.
+            divergences = judged - RatioCredit(self.teacher_model).sum_log_probs(step, step.shard, judged)
         step.put_numbers(step.shard, build_numbers(divergences, rollouts.rollouts))
         num_judged = int(score_answers(step).sum())
         batch.step = step
-        lengths = rollout_metrics(rollouts)
-        figures = {
-            "rollout/val_length_mean": lengths["rollout/length_mean"],
-            "rollout/val_closed_frac": lengths["rollout/closed_frac"],
-        }
-        self.held_out.add(figures, len(step), {})
+        self.held_out.add(held_out_metrics(rollouts), len(step), {})
         # 0 if nothing is judged, as in training.
         figures = {"distill/val_divergence": float(divergences.sum()) / max(1, num_judged)}
         self.held_out.add(figures, num_judged, {})
@@ -274,12 +267,9 @@ class Distillation(LossTerm):
         judged, context = build_judged_pass(rollout, self.temperature), rollout.problem.teacher_view
         shown = (rollout.view.token_ids if rollout.view else []) or context[-1:]
         scored = {"judged": (len(context), len(context) + (len(shown) if judged.num_scored else 0))}
-        other = ScoringPass(self.teacher, context, shown, scored, judged.family, self.temperature)
-        return replace(judged, compared_with=other, divergence=self.divergence, exchanged=self.exchanged)
-
-    def held_out_passes(self, rollout: Rollout) -> list[ScoringPass]:
-        """Return what is computed of a held-out answer."""
-        return [self.scoring_pass(rollout)]
+        key = judged.family, self.temperature
+        other = ScoringPass(self.teacher, context, shown, scored, *key, exchanged=self.exchanged)
+        return replace(judged, compared_with=other, divergence=self.divergence)
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """Return the sum over judged tokens, divided by their number in the step."""
@@ -290,57 +280,23 @@ class Distillation(LossTerm):
         metrics = {"policy/loss": loss.detach(), "distill/divergence": loss.detach()}
         return LossOutput(loss, metrics, numbers=build_numbers(divergences, inputs.rollouts))
 
-    def measure(self, step: StepBatch) -> Tensor:
-        """Return the sum of the divergences of each held-out answer, (n,)."""
-        return add_up_judged(step)
-
 
 class SampledDistillation(PolicyGradient):
-    """The policy gradient of the judged tokens' log-ratio, which estimates the reverse KL.
+    """The policy gradient of a `RatioCredit`; its own class, since no credit tells `distill/divergence`."""
 
-    Args:
-        teacher: See `Distillation`.
-        temperature: See `Distillation`.
-        importance: Weights pi_trainer / pi_engine; None: no weights.
-    """
-
-    def __init__(
-        self, teacher: str, temperature: float | None, importance: TruncatedImportanceSampling | None
-    ) -> None:
-        # A mean over tokens without a clip.
-        loss = DAPOLoss(clip_eps_low=1.0, clip_eps_high=math.inf, kl_coef=0.0)
-        self.ratio = RatioCredit(teacher, temperature=temperature)
-        super().__init__(loss, importance, credit=self.ratio)
+    credit: RatioCredit
 
     def scoring_pass(self, rollout: Rollout) -> ScoringPass:
         """Return the answer up to the last judged token."""
-        return build_judged_pass(rollout, self.ratio.temperature)
-
-    def held_out_passes(self, rollout: Rollout) -> list[ScoringPass]:
-        """See `Distillation.held_out_passes`."""
-        return [self.scoring_pass(rollout), *self.scoring_passes(rollout)]
+        return build_judged_pass(rollout, self.credit.temperature)
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """See `PolicyGradient`."""
         output, log_probs = super().__call__(inputs), inputs.log_probs.detach()
-        divergences = log_probs.sum(dim=1) - self.sum_teacher(inputs.step, inputs.micro.rows, log_probs)
+        theirs = self.credit.sum_log_probs(inputs.step, inputs.micro.rows, log_probs)
+        divergences = log_probs.sum(dim=1) - theirs
         output.metrics["distill/divergence"] = divergences.sum() / inputs.num_scored
         return replace(output, numbers=build_numbers(divergences, inputs.rollouts))
-
-    def sum_teacher(self, step: StepBatch, rows: Sequence[int], like: Tensor) -> Tensor:
-        """Return the teacher's log-prob of what it judges in each row, (n,), nats, like `like`."""
-        log_probs = step.tokens.get(self.ratio.name, {})
-        return torch.stack([log_probs[row].sum() if row in log_probs else like.new_zeros(()) for row in rows])
-
-    def measure(self, step: StepBatch) -> Tensor:
-        """See `Distillation.measure`."""
-        judged = add_up_judged(step)
-        return judged - self.sum_teacher(step, step.shard, judged)
-
-
-def add_up_judged(step: StepBatch) -> Tensor:
-    """Return the sum of the policy's values at the judged tokens of each held-out answer, (n,)."""
-    return torch.stack([step.tokens["judged"][row].sum() for row in step.shard])
 
 
 def score_answers(step: StepBatch) -> Tensor:
@@ -362,7 +318,8 @@ def build_numbers(divergences: Tensor, rollouts: Sequence[Rollout]) -> dict[str,
 
 def build_judged_pass(rollout: Rollout, temperature: float | None) -> ScoringPass:
     """Return the answer up to the last judged token; of one without any its first token, none scored."""
-    prompt, start, num = rollout.problem.teacher_prompt, find_first_judged(rollout), count_judged(rollout)
+    prompt, num = rollout.problem.teacher_prompt, count_judged(rollout)
+    start = rollout.view.start if rollout.view else 0
     return ScoringPass(
         POLICY,
         prompt,
@@ -377,11 +334,6 @@ def build_judged_pass(rollout: Rollout, temperature: float | None) -> ScoringPas
 def count_judged(row: Rollout) -> int:
     """Return how many of an answer's tokens the teacher judges."""
     return row.view.num_tokens if row.view else 0
-
-
-def find_first_judged(row: Rollout) -> int:
-    """Return the first of an answer's tokens that the teacher judges; 0 if it judges none."""
-    return row.view.start if row.view else 0
 
 
 def judged_metrics(

@@ -100,7 +100,8 @@ class CompletionLoss(LossTerm):
         lengths = [scoring.num_scored for scoring in inputs.micro.passes]
         numbers = mean_log_probs(inputs.computed.values.detach(), lengths)
         # Tokens in the loss of this step.
-        metrics = {"policy/loss": loss.detach(), "data/completion_tokens": loss.new_tensor(sum(lengths))}
+        num_tokens = torch.tensor(float(sum(lengths)), device="cpu")
+        metrics = {"policy/loss": loss.detach(), "data/completion_tokens": num_tokens}
         return LossOutput(loss, metrics, numbers=numbers)
 
 

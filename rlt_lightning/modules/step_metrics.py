@@ -69,14 +69,10 @@ def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
     }
 
 
-def held_out_metrics(step: StepBatch, rollouts: Rollouts) -> dict[str, Any]:
-    """Return held-out reward, its terms, completion length and the fraction of closed explanations."""
-    lengths = rollout_metrics(rollouts)
-    return {
-        **reward_means(step, step.shard, held_out=True),
-        "rollout/val_length_mean": lengths["rollout/length_mean"],
-        "rollout/val_closed_frac": lengths["rollout/closed_frac"],
-    }
+def held_out_metrics(rollouts: Rollouts) -> dict[str, float]:
+    """Return length and fraction of closed ones of held-out completions."""
+    metrics = rollout_metrics(rollouts)
+    return {f"rollout/val_{name}": metrics[f"rollout/{name}"] for name in ("length_mean", "closed_frac")}
 
 
 def mismatch_metrics(by_worker: dict[str, Mismatch], step: int, masks: bool = False) -> dict[str, float]:
@@ -138,15 +134,18 @@ def name_step(step: int, worker: str) -> str:
     return f"Step {step}, {worker}" if worker else f"Step {step}"
 
 
-def speed_metrics(phases: dict[str, PhaseStats], num_tokens: int, peak: float | None) -> dict[str, float]:
-    """Return the cost of a step, by phase.
+def speed_metrics(
+    phases: dict[str, PhaseStats], num_tokens: int, world_size: int, peak: float | None
+) -> dict[str, float]:
+    """Return the cost of a step, by phase; means over ranks are those of all.
 
     Args:
-        phases: The costs of the step's phases.
-        num_tokens: The step's tokens, which `perf/tokens_per_s` and `perf/num_tokens` count.
+        phases: The costs of the step's phases on this rank.
+        num_tokens: Its tokens of the step, which `perf/tokens_per_s` and `perf/num_tokens` count.
+        world_size: The ranks.
         peak: Tokens per second that the device could train, of which `perf/mfu` is a fraction; None: unknown.
     """
-    seconds = sum(stats.seconds for stats in phases.values())
+    seconds, num_tokens = sum(stats.seconds for stats in phases.values()), num_tokens * world_size
     metrics = {
         "perf/step_s": seconds,
         "perf/num_tokens": float(num_tokens),
@@ -156,7 +155,7 @@ def speed_metrics(phases: dict[str, PhaseStats], num_tokens: int, peak: float | 
         metrics[f"perf/{phase}_s"] = stats.seconds
         metrics[f"perf/{phase}_peak_gib"] = stats.peak_bytes / 2**30
         if phase != "push":
-            metrics[f"perf/{phase}_tokens_per_s"] = stats.tokens / stats.seconds
+            metrics[f"perf/{phase}_tokens_per_s"] = world_size * stats.tokens / stats.seconds
     if peak is not None:
-        metrics["perf/mfu"] = metrics["perf/train_tokens_per_s"] / peak
+        metrics["perf/mfu"] = metrics["perf/train_tokens_per_s"] / world_size / peak
     return metrics
