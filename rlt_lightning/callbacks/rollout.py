@@ -20,7 +20,6 @@ from rlt_lightning.callbacks.rollout_checks import (
     announce_weights,
     list_model_contexts,
     require_comparable,
-    require_even,
     require_gathering,
     require_rewarded,
     require_room,
@@ -30,6 +29,7 @@ from rlt_lightning.datamodules.items import FIXED_PIECES
 from rlt_lightning.datamodules.stratos import get_stratos_data
 from rlt_lightning.engines.base import Engine, EngineError, Sampling
 from rlt_lightning.engines.choice import find_gpus
+from rlt_lightning.modules.checks import require_even_rows
 from rlt_lightning.modules.on_policy import is_on_policy
 from rlt_lightning.rollouts.dispatcher import Dispatcher
 from rlt_lightning.rollouts.dynamic_sampling import DynamicSampling
@@ -159,6 +159,8 @@ class RolloutCallback(Callback):
             require_trainable(self.sampler, pl_module)
         if stage in ("fit", "validate"):
             require_comparable(self.val_completions, trainer, pl_module)
+            if self.dispatcher.is_server:
+                require_even_rows(trainer, "one engine")
         longest = max(self.sampling.max_completion_length, self.val_sampling.max_completion_length)
         for model in list_model_contexts(pl_module, data):
             require_room(data.all_items, model, longest)
@@ -171,7 +173,6 @@ class RolloutCallback(Callback):
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        require_even(self.engine, trainer)
         self._start_engine(trainer, pl_module)
 
     @override

@@ -131,22 +131,6 @@ def require_gathering(engine: Engine, trainer: Trainer) -> None:
         )
 
 
-def require_even(engine: Engine, trainer: Trainer) -> None:
-    """Check that all ranks have equally many held-out rows in every batch, if one engine samples for all.
-
-    Raises:
-        InputError: If they have not.
-    """
-    data = get_stratos_data(trainer)
-    sizes = (len(data.val_items), data.val_batch_size)
-    if engine.placement is Placement.SERVER and any(size % trainer.world_size for size in sizes):
-        raise InputError(
-            f"With one engine for {trainer.world_size} processes, the held-out rows and val_batch_size "
-            f"must be multiples of that, but are {sizes[0]} and {sizes[1]}. Change data.val_rows or "
-            "data.val_batch_size."
-        )
-
-
 @dataclass(frozen=True)
 class ModelContext:
     """A model that reads all problems of a run.

@@ -7,7 +7,7 @@ from typing import Any
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from rlt_lightning.checkpoints.io import NamedCheckpoints
-from rlt_lightning.datamodules.stratos import StratosDataModule
+from rlt_lightning.datamodules.stratos import StratosDataModule, get_stratos_data
 from rlt_lightning.strategies import NAMED
 from rlt_lightning.types import InputError
 
@@ -52,6 +52,26 @@ def require_same_rows(data: StratosDataModule, before: list[str]) -> None:
             "A resumed run must have the rows of its checkpoint, in their order, but the training rows of "
             f"{', '.join(changed)} are not those: some would come twice, others never. Restore data.source, "
             "or start a new run from the model that rlt export makes of the checkpoint."
+        )
+
+
+def require_even_rows(trainer: Any, cause: str) -> None:
+    """Check that all ranks have equally many held-out rows in each batch, where they wait for each other.
+
+    Args:
+        trainer: The trainer, with its data.
+        cause: Why they wait, for the message.
+
+    Raises:
+        InputError: If they have not.
+    """
+    data, world_size = get_stratos_data(trainer), trainer.world_size
+    rows, batch_size = len(data.val_items), data.val_batch_size
+    if rows and trainer.limit_val_batches and (rows % world_size or batch_size % world_size):
+        raise InputError(
+            f"With {cause} for {world_size} processes, the held-out rows and data.val_batch_size must be "
+            f"multiples of that, but are {rows} and {batch_size}. Change data.val_rows or "
+            "data.val_batch_size."
         )
 
 

@@ -5,11 +5,7 @@ EvaluateEvery asks and judges alike: with the same seed and weights both report 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
-import torch
-from lightning.pytorch import Callback, LightningModule
+from collections.abc import Sequence
 
 from rlt_lightning.datamodules.evaluation import (
     EvaluationBatch,
@@ -23,18 +19,16 @@ from rlt_lightning.judging.judge import Judge
 from rlt_lightning.metrics import AnswerFigures
 from rlt_lightning.metrics.answers import Figures, name_figures
 from rlt_lightning.models.embedded import DEFAULT_MODEL
-from rlt_lightning.models.load import Dtype, announce_model, count_ids, empty_model, load_model
-from rlt_lightning.modules.phases import PhaseTimer
+from rlt_lightning.models.load import Dtype, count_ids
+from rlt_lightning.modules.language_model import LanguageModelModule
 from rlt_lightning.rollouts.sampler import AnswerSampler
 from rlt_lightning.run.console import waiting_for
-from rlt_lightning.run.interrupt import Interrupt
 from rlt_lightning.run.jsonl import JsonRow
-from rlt_lightning.run.ranks import meet
-from rlt_lightning.strategies.sharding import ModelEntry, Unsharded, WeightLayout, get_sharding
+from rlt_lightning.strategies.sharding import get_sharding
 from rlt_lightning.types import InputError
 
 
-class EvaluationModule(LightningModule):
+class EvaluationModule(LanguageModelModule):
     """Ask a model the problems of evaluation sets and judge its responses; see docs/evaluate.md.
 
     Args:
@@ -46,6 +40,8 @@ class EvaluationModule(LightningModule):
         judge_deadline_s: Seconds for judging one response; an answer that takes longer counts as wrong.
     """
 
+    data_classes = (EvaluationDataModule,)
+
     def __init__(
         self,
         pretrained: str = DEFAULT_MODEL,
@@ -54,28 +50,14 @@ class EvaluationModule(LightningModule):
         trust_remote_code: bool = False,
         judge_deadline_s: float = 10.0,
     ) -> None:
-        super().__init__()
-        self.pretrained = pretrained
-        self.dtype_name: Dtype = dtype
-        self.attn_implementation = attn_implementation
-        self.trust_remote_code = trust_remote_code
+        super().__init__(pretrained, dtype, attn_implementation, trust_remote_code)
         self.judge_deadline_s = judge_deadline_s
         self.sampler: AnswerSampler | None = None
-        self.num_ids: int | None = None  # token ids that may be sampled; `setup` counts them
-        self.phase = PhaseTimer()
-        # configure_model sets both: the way into the model, and how its weights are stored.
-        self.entry: ModelEntry | None = None
-        self.sharding: WeightLayout = Unsharded(None)
         self.judge: Judge | None = None
         self.answers: AnswerFigures | None = None
         # Once all are judged, by set: figures and pass@k.
         self.figures: dict[str, Figures] = {}
         self.pass_at: dict[str, dict[int, float]] = {}
-
-    def configure_callbacks(self) -> list[Callback]:
-        """Refuse launches that do not work; let a signal to one rank stop all."""
-        meet(self.trainer)
-        return [Interrupt(self.trainer)]
 
     def attach(self, sampler: AnswerSampler) -> None:
         """Ask this sampler for responses from now on; ResponseCallback calls it before a model is loaded."""
@@ -86,46 +68,14 @@ class EvaluationModule(LightningModule):
         """Return whether responses are sampled with a model that is loaded here."""
         return self.sampler is not None and self.sampler.needs_model
 
-    @property
-    def policy(self) -> Any:
-        """Return the model; None if it is not needed here, or before `configure_model`."""
-        return self.entry and self.entry.model
-
-    def require_data(self, data: Any) -> None:
-        """Refuse data of a training stage, which ask before they read anything."""
-        if not isinstance(data, EvaluationDataModule):
-            raise InputError(
-                f"The data of {type(self).__name__} must be EvaluationDataModule, but are "
-                f"{type(data).__name__}. Choose another class for data, or another module."
-            )
-
     def configure_model(self) -> None:
         """Load the weights if they are needed, once the data are checked, as the strategy stores them."""
         left = get_evaluation_data(self.trainer).left
         if not self.needs_model or not left or self.entry is not None:
             return
-        options = (self.pretrained, self.dtype_name, self.attn_implementation, self.trust_remote_code)
         self.sharding = get_sharding(self.trainer.strategy)
-        if self.sharding.sharded:
-            announce_model(self.pretrained, self.dtype_name)
-            self.entry = self.sharding.fill(*empty_model(*options))
-        else:
-            self.entry = ModelEntry(load_model(*options))
+        self.entry = self.load(self.pretrained, self.dtype_name)
         self.entry.requires_grad_(False)
-
-    def forward(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Return `function(policy, *arguments)`; the strategy wraps this forward."""
-        assert self.entry is not None
-        return self.entry(function, *arguments)
-
-    def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Return `function(policy, *arguments)`, called through the strategy's wrapper."""
-        return self.trainer.strategy.model(function, *arguments)  # type: ignore[misc]
-
-    def on_any_rank(self, flag: bool) -> bool:
-        """Return whether the flag is set on any rank."""
-        on_rank = torch.tensor(float(flag), device=self.device)
-        return bool(self.trainer.strategy.reduce(on_rank, reduce_op="max"))
 
     def setup(self, stage: str) -> None:
         """Count the token ids, and start the judge's processes, before anything is loaded and sampled."""
@@ -174,10 +124,6 @@ class EvaluationModule(LightningModule):
         """End the judge's processes."""
         if self.judge is not None:
             self.judge.close()
-
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Keep batches as they are: they hold text and lists of token ids."""
-        return batch
 
 
 def judge_responses(

@@ -1,13 +1,8 @@
-"""The base module: a trainable language model, its optimizer and packed micro-batches.
-
-PolicyModule       SFTModule
-└ OnPolicyModule   RLTModule, OPDModule: completions, frozen models and importance weights (on_policy.py)
-"""
+"""The base of modules that train: the policy, its optimizer, its micro-batches, and what a step logs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any, ClassVar
 
@@ -24,38 +19,35 @@ from rlt_lightning.datamodules.loader import StepLoader
 from rlt_lightning.datamodules.stratos import StratosDataModule, get_stratos_data
 from rlt_lightning.metrics import HeldOutFigures, StepMeans
 from rlt_lightning.models.embedded import DEFAULT_MODEL
-from rlt_lightning.models.file_names import PretrainedFiles
 from rlt_lightning.models.kernels import Kernels, prepare_model
-from rlt_lightning.models.load import Dtype, announce_model, empty_model, load_model
-from rlt_lightning.models.lora import LoRA, add_adapter
+from rlt_lightning.models.load import Dtype
+from rlt_lightning.models.lora import LoRA
 from rlt_lightning.models.packed import HeadOptions, disable_dropout, verify_layout
 from rlt_lightning.models.quantised import require_settings, without_frozen
-from rlt_lightning.models.weights import WeightFiles, trained_parameters
+from rlt_lightning.models.weights import trained_parameters
 from rlt_lightning.modules.checks import (
     count_steps,
+    require_even_rows,
     require_precision,
     require_same_rows,
     require_strategy,
     require_whole_steps,
 )
 from rlt_lightning.modules.frozen import Model, RunModel
+from rlt_lightning.modules.language_model import LanguageModelModule
 from rlt_lightning.modules.losses import compute_loss
 from rlt_lightning.modules.optimizer import OptimizerConfig, build_optimizer, build_schedule, resume_schedule
 from rlt_lightning.modules.passes import Micro, PassRunner, forward
-from rlt_lightning.modules.phases import PhaseTimer, count_weights
+from rlt_lightning.modules.phases import count_weights
 from rlt_lightning.modules.ranks import Ranks
-from rlt_lightning.modules.step_metrics import (
-    speed_metrics,
-)
+from rlt_lightning.modules.step_metrics import speed_metrics
 from rlt_lightning.numerics.divergence import Divergence
 from rlt_lightning.numerics.packing import Layout
 from rlt_lightning.numerics.rewards import NonFiniteError
 from rlt_lightning.numerics.seeds import mix_seed
 from rlt_lightning.rewards.base import Reward
 from rlt_lightning.rollouts.step import POLICY
-from rlt_lightning.run.interrupt import Interrupt
-from rlt_lightning.run.ranks import meet
-from rlt_lightning.strategies.sharding import ModelEntry, Unsharded, WeightLayout, get_sharding
+from rlt_lightning.strategies.sharding import Unsharded, get_sharding
 from rlt_lightning.types import InputError, as_list
 
 # The progress bar shows these figures of a step.
@@ -64,7 +56,7 @@ SHOWN = {
 }
 
 
-class PolicyModule(LightningModule):
+class PolicyModule(LanguageModelModule):
     """A trainable language model behind manual optimization: one Lightning batch is one optimizer step.
 
     A subclass declares the options that are new or have another default, and passes the others on to here.
@@ -85,7 +77,6 @@ class PolicyModule(LightningModule):
         kernels: Which fused kernels compute the same numbers faster.
 
     Attributes:
-        data_classes: The datamodules that the module takes; `rlt` proposes the first.
         is_on_policy: Whether it trains on completions that it asks a sampler for.
         reward: What completions are worth, in the modules that have a reward.
         head_loss: The divergence that is minimised through the head, for the check of its kernels.
@@ -111,27 +102,22 @@ class PolicyModule(LightningModule):
         lora: LoRA | None = None,
         kernels: Kernels = Kernels(),
     ) -> None:
-        super().__init__()
+        super().__init__(pretrained, dtype, attn_implementation, trust_remote_code)
         sizes = {"model.micro_batch_tokens": micro_batch_tokens, "model.head.logits_mib": head.logits_mib}
         for name, size in sizes.items():
             if size is not None and size < 1:
                 raise InputError(f"{name} must be at least 1, but is {size}. Raise it.")
         self.automatic_optimization = False
-        self.pretrained = pretrained
         self.optimizer_config = optimizer
         self.optimizer_name = "torch.optim.AdamW"  # `rlt fit --optimizer` sets another
         self.micro_batch_tokens = micro_batch_tokens
         self.layout, self.head = layout, head
         # Once the models are loaded, what all of them compute right.
         self.chosen_layout, self.chosen_head = layout, head
-        self.dtype_name: Dtype = dtype
         self.gradient_checkpointing = gradient_checkpointing
-        self.attn_implementation = attn_implementation
-        self.trust_remote_code = trust_remote_code
         self.seed = seed
         self.lora = lora
         self.kernels = kernels
-        self.phase = PhaseTimer()
         self.peak_tokens_per_s: float | None = None  # that the GPU could train, if Lightning knows its peak
         # The metrics of the last step, means over ranks.
         self.step_metrics: dict[str, Any] = {}
@@ -139,17 +125,7 @@ class PolicyModule(LightningModule):
         # Of all steps and ranks of the run so far.
         self.num_tokens = 0.0
         self.held_out = HeldOutFigures()
-        # configure_model sets both: the way into the trained model, and how its weights are stored.
-        self.entry: ModelEntry | None = None
-        self.sharding: WeightLayout = Unsharded(None)
         self.is_configured = False
-        # Token ids that may be sampled; `setup` counts them.
-        self.num_ids: int | None = None
-
-    @property
-    def policy(self) -> Any:
-        """Return the trained model, to be called through `run`; None before `configure_model`."""
-        return self.entry and self.entry.model
 
     @property
     def frozen_names(self) -> tuple[str, ...]:
@@ -157,11 +133,10 @@ class PolicyModule(LightningModule):
         return ()
 
     def configure_callbacks(self) -> list[Callback]:
-        """Refuse strategies and launches that do not work; let a signal to one rank stop all."""
+        """Refuse strategies that do not work, too."""
         require_strategy(self.trainer.strategy)
         require_whole_steps(self.trainer)
-        meet(self.trainer)
-        return [Interrupt(self.trainer)]
+        return super().configure_callbacks()
 
     def setup(self, stage: str) -> None:
         """Refuse data of another stage, and number types in which training does not work."""
@@ -179,26 +154,15 @@ class PolicyModule(LightningModule):
                 "model.dtype of a trained model must be float32 or bfloat16, but is float16, in which small "
                 "numbers of AdamW are 0. Set it to bfloat16."
             )
-        whole = type(get_sharding(self.trainer.strategy)) is Unsharded
-        require_settings(self.lora, self.optimizer_config, whole)
+        sharding = get_sharding(self.trainer.strategy)
+        require_settings(self.lora, self.optimizer_config, type(sharding) is Unsharded)
+        if stage in ("fit", "validate") and sharding.sharded:
+            require_even_rows(self.trainer, "weights in shards")
         deepspeed = isinstance(self.trainer.strategy, DeepSpeedStrategy)
         if deepspeed and precision == "32-true" and self.dtype_name != "float32":
             raise InputError(
                 "Under DeepSpeed model.dtype must be float32 with precision 32-true, but is "
                 f"{self.dtype_name}. Set trainer.precision to bf16-mixed: models then run in bfloat16."
-            )
-
-    def require_data(self, data: Any) -> None:
-        """Check that data are of this module's stage; they ask before they read anything.
-
-        Raises:
-            InputError: If they are not; it names the classes that are.
-        """
-        if not isinstance(data, self.data_classes):
-            named = " or ".join(kind.__name__ for kind in self.data_classes)
-            raise InputError(
-                f"The data of {type(self).__name__} must be {named}, but are {type(data).__name__}. Choose "
-                "another class for data, or another module."
             )
 
     def configure_model(self) -> None:
@@ -223,7 +187,7 @@ class PolicyModule(LightningModule):
 
     def load_policy(self) -> None:
         """Load the model that is trained."""
-        self.entry = self.load(self.pretrained, self.dtype_name, "the trained model", self.lora)
+        self.entry = self.load(self.pretrained, self.dtype_name, "the trained model", self.lora, self.seed)
         # In eval mode, as it is loaded, gradient checkpointing would silently be off.
         self.entry.train()
         # Scoring and training must see the same policy.
@@ -233,30 +197,6 @@ class PolicyModule(LightningModule):
 
     def load_frozen_models(self) -> None:
         """Load the models that are only read."""
-
-    def load(self, name: str, dtype: Dtype, role: str = "", lora: LoRA | None = None) -> ModelEntry:
-        """Load a model with this module's options, with or without adapter, sharded like the strategy.
-
-        `role` says in the announcement what the model is for.
-        """
-        options = name, dtype, self.attn_implementation, self.trust_remote_code
-        if self.sharding.sharded:
-            model, read = empty_model(*options)
-            if lora is not None:
-                read = add_adapter(model, lora, self.seed, read)
-            announce_model(name, dtype, role)
-            entry = self.sharding.fill(model, read)
-            entry.read = read
-            return entry
-        # What becomes 4 bits never lies on a GPU whole: its codes are computed on the CPU anyway.
-        in_4_bits = lora is not None and lora.base == "4bit"
-        with torch.device("cpu") if in_4_bits else nullcontext():
-            model = load_model(*options, role)
-            if lora is not None:
-                # The export merges into weights that it reads from the files.
-                PretrainedFiles(model, WeightFiles(name))
-                add_adapter(model, lora, self.seed)
-        return ModelEntry(model)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the trained weights, which checkpoints hold; frozen ones can be loaded from their source."""
@@ -317,15 +257,6 @@ class PolicyModule(LightningModule):
                     f"this one has {ours}. Set it as it was, or start from the model that rlt export makes."
                 )
 
-    def forward(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Return `function(policy, *arguments)`; the strategy wraps this forward."""
-        assert self.entry is not None
-        return self.entry(function, *arguments)
-
-    def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Return `function(policy, *arguments)`, called through the strategy's wrapper."""
-        return self.trainer.strategy.model(function, *arguments)  # type: ignore[misc]
-
     @torch.no_grad()
     def get_ready(self) -> None:
         """Choose kernels, and a layout in which the model computes the right log-probs."""
@@ -333,28 +264,12 @@ class PolicyModule(LightningModule):
 
     def on_validation_start(self) -> None:
         """Get ready, unless this is a validation within a fit, which is ready."""
-        self.require_even_batches()
         if self.trainer.state.fn != TrainerFn.FITTING:
             self.get_ready()
 
     def on_predict_start(self) -> None:
         """Get ready."""
         self.get_ready()
-
-    def require_even_batches(self) -> None:
-        """Check that each rank has equally many held-out rows, if all ranks run every forward together."""
-        data = get_stratos_data(self.trainer)
-        rows, batch_size, world_size = len(data.val_items), data.val_batch_size, self.trainer.world_size
-        if self.sharding.sharded and (rows % world_size or batch_size % world_size):
-            raise InputError(
-                f"With weights in shards on {world_size} processes, the held-out rows and "
-                f"data.val_batch_size must be multiples of that, but are {rows} and {batch_size}. Change "
-                "them, or use a strategy that keeps weights whole."
-            )
-
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Keep batches as they are: their lists of token ids become tensors when they are packed."""
-        return batch
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Make a step's random state a function of seed, step and rank, so that a resumed run repeats it."""
@@ -430,10 +345,6 @@ class PolicyModule(LightningModule):
         """Return what a step needs of the other ranks."""
         return Ranks(self.trainer, self.device, self.sharding)
 
-    def on_any_rank(self, flag: bool) -> bool:
-        """Return whether the flag is set on any rank."""
-        return self.ranks.any(flag)
-
     def list_models(self) -> dict[str, Model]:
         """Return the models by the names that scoring passes use."""
         return {POLICY: Model(self.run, is_policy=True)}
@@ -469,11 +380,8 @@ class PolicyModule(LightningModule):
 
     def speed_metrics(self, num_tokens: int) -> dict[str, float]:
         """Return the costs of the step on all ranks; `num_tokens` are this rank's."""
-        metrics = speed_metrics(self.phase.lap(), num_tokens, self.peak_tokens_per_s)
-        # They are logged as means over ranks.
-        for name, value in metrics.items():
-            if name.endswith(("tokens_per_s", "num_tokens")):
-                metrics[name] = value * self.trainer.world_size
+        world_size, peak = self.trainer.world_size, self.peak_tokens_per_s
+        metrics = speed_metrics(self.phase.lap(), num_tokens, world_size, peak)
         peaks = {name: value for name, value in metrics.items() if name.endswith("_peak_gib")}
         return metrics | dict(zip(peaks, self.ranks.max(*peaks.values()), strict=True))
 

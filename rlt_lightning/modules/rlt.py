@@ -31,7 +31,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -42,15 +41,18 @@ from rlt_lightning.datamodules.stratos import StratosDataModule, get_stratos_dat
 from rlt_lightning.engines.base import Placement
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.load import Dtype
-from rlt_lightning.models.lora import without_adapter
 from rlt_lightning.modules.credits import Credit, RewardCredit, pad_engine_log_probs
-from rlt_lightning.modules.frozen import Model
 from rlt_lightning.modules.losses import AnswerTerm, LossTerm, PolicyGradient, build_sampled_pass
 from rlt_lightning.modules.on_policy import OnPolicyModule
 from rlt_lightning.modules.passes import PassRunner, score_groups, score_rollouts
 from rlt_lightning.modules.phases import PhaseStats
 from rlt_lightning.modules.rollout_rows import predicted_rows
-from rlt_lightning.modules.step_metrics import held_out_metrics, require_agreement, reward_metrics
+from rlt_lightning.modules.step_metrics import (
+    held_out_metrics,
+    require_agreement,
+    reward_means,
+    reward_metrics,
+)
 from rlt_lightning.numerics.advantages import AdvantageEstimator, GroupNormalisedAdvantages
 from rlt_lightning.numerics.importance import Mismatch, TruncatedImportanceSampling
 from rlt_lightning.numerics.losses import GRPOLoss, PolicyLoss
@@ -160,6 +162,12 @@ class RLTModule(OnPolicyModule):
             raise InputError(
                 f"`rlt predict` writes explanations or answers, but those of {type(data).__name__} are "
                 "thoughts. Choose StudentRLData for data; or evaluate the student: `rlt test`."
+            )
+        models = (POLICY, REFERENCE, *self.frozen_names)
+        if unknown := [name for name in self.credit.models if name not in models]:
+            raise InputError(
+                f"The credit of {type(self).__name__} may ask {', '.join(models)}, but asks "
+                f"{', '.join(unknown)}. Correct `by` of its RatioCredit, or set model.student."
             )
         rows = data.prompts_per_step // self.updates_per_rollout * self.group_size
         if stage == "fit" and rows < self.trainer.world_size:
@@ -304,7 +312,7 @@ class RLTModule(OnPolicyModule):
         """
         rows = part or dummy
         declare = self.list_reward_passes if self.divides_again else self.list_passes
-        runner.run(step, rows, declare, stats)
+        runner.run(step, rows, declare, stats, self.teacher_log_probs == "recompute")
         try:
             with torch.no_grad():
                 numbers = self.reward.measure(step, rows, self.student)
@@ -338,19 +346,6 @@ class RLTModule(OnPolicyModule):
         metrics |= self.measure_rollouts(rollouts, step.shards)
         self.log_step(metrics, len(rollouts.rollouts))
 
-    def build_runner(self) -> PassRunner:
-        """See `PolicyModule.build_runner`."""
-        return replace(super().build_runner(), recompute=self.teacher_log_probs == "recompute")
-
-    def list_models(self) -> dict[str, Model]:
-        """Add the student and the reference."""
-        return super().list_models() | self.models | {REFERENCE: self.reference_model}
-
-    @property
-    def reference_model(self) -> Model:
-        """Return the reference; the policy without its adapter is the initial teacher."""
-        return self.reference or Model(partial(self.run, without_adapter), is_policy=True)
-
     # Validation and prediction
 
     def score(self, rollouts: Rollouts, recompute: bool = False) -> StepBatch:
@@ -361,13 +356,13 @@ class RLTModule(OnPolicyModule):
             recompute: Take the policy's log-probs from the trainer, not from the engine; the column "sampled"
                 then has those of all tokens.
         """
-        declare = self.list_held_out_passes if recompute else self.list_reward_passes
-        runner = self.build_runner()
-        return score_rollouts(runner, self.reward, self.student, rollouts, declare, recompute or None)
 
-    def list_held_out_passes(self, rollout: Rollout) -> list[ScoringPass]:
-        """Return the scoring passes of a held-out completion."""
-        return [build_sampled_pass(POLICY, rollout), *self.list_reward_passes(rollout)]
+        def declare(rollout: Rollout) -> list[ScoringPass]:
+            sampled = [build_sampled_pass(POLICY, rollout)] if recompute else []
+            return sampled + self.list_reward_passes(rollout)
+
+        ask = recompute or self.teacher_log_probs == "recompute"
+        return score_rollouts(self.build_runner(), self.reward, self.student, rollouts, declare, ask)
 
     def validation_step(self, batch: PromptBatch, batch_idx: int) -> None:
         """Keep the held-out reward, its terms, completion length and the fraction of closed explanations."""
@@ -377,7 +372,8 @@ class RLTModule(OnPolicyModule):
             step = batch.step = self.score(rollouts, recompute=True)
             mismatch = self.compare_sampled(step, step.shard)
         largest = {"rollout/val_mismatch_max": mismatch.largest} if mismatch.num_tokens else {}
-        self.held_out.add(held_out_metrics(step, rollouts), len(rollouts.rollouts), largest)
+        figures = reward_means(step, step.shard, held_out=True) | held_out_metrics(rollouts)
+        self.held_out.add(figures, len(rollouts.rollouts), largest)
 
     def predict_step(self, batch: PromptBatch, batch_idx: int) -> list[JsonRow]:
         """Score completions, which may come with the data, and return a row of each; callbacks write them.

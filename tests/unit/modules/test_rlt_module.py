@@ -20,6 +20,7 @@ from rlt_lightning.checkpoints.io import FolderCheckpointIO
 from rlt_lightning.engines import HFEngine, SampleRequest, Sampling
 from rlt_lightning.models.packed import HeadOptions
 from rlt_lightning.modules import RLTModule
+from rlt_lightning.modules.credits import RatioCredit, RewardCredit
 from rlt_lightning.modules.frozen import Model
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.phases import count_weights
@@ -399,6 +400,14 @@ def test_without_kl_penalty_no_reference_is_held(tiny_model: str, tmp_path: Path
     rlt = module(tiny_model, policy_loss=GRPOLoss(kl_coef=0.0))
     bare_trainer(tmp_path, rollout_callback()).fit(rlt, datamodule=data(tiny_model, tmp_path))
     assert rlt.reference is None
+
+
+def test_a_credit_asks_a_model_that_is_there(tiny_model: str, tmp_path: Path) -> None:
+    rlt = module(tiny_model)
+    rlt.credit = RewardCredit() + RatioCredit(by="nonsense")
+    with pytest.raises(InputError, match=f"may ask policy, reference, {tiny_model}, but asks nonsense"):
+        bare_trainer(tmp_path, rollout_callback()).fit(rlt, datamodule=data(tiny_model, tmp_path))
+    assert rlt.policy is None
 
 
 def test_forgetting_the_rollout_callback_is_loud(tiny_model: str, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from trainers import bare_trainer
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.numerics.advantages import GroupNormalisedAdvantages
 from rlt_lightning.numerics.losses import CISPOLoss, GRPOLoss, GSPOLoss, PolicyLoss
+from rlt_lightning.strategies.fsdp2 import FSDP2
 from rlt_lightning.types import InputError
 
 LR = 0.05
@@ -114,4 +115,14 @@ def test_a_mini_batch_has_a_completion_for_every_process(tiny_model: str, tmp_pa
     )
     rlt.require_data = lambda data: None
     with pytest.raises(InputError, match="updates_per_rollout 2 leaves 4 for 5"):
+        rlt.setup("fit")
+
+
+def test_ranks_that_meet_have_equally_many_held_out_rows(tiny_model: str, tmp_path: Path) -> None:
+    rlt = module(tiny_model)
+    rlt.trainer = bare_trainer(tmp_path, devices=2, strategy=FSDP2())
+    held_out: dict[str, Any] = {"val_items": range(3), "val_batch_size": 2}
+    rlt.trainer.datamodule = SimpleNamespace(count_ids=lambda: None, **held_out)
+    rlt.require_data = lambda data: None
+    with pytest.raises(InputError, match=r"weights in shards for 2 processes.* but are 3 and 2"):
         rlt.setup("fit")
