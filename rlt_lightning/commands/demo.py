@@ -290,7 +290,7 @@ def show_explanations(folder: Path) -> None:
 
 def show_accuracies(folder: Path) -> None:
     """Print what the students solve."""
-    print(f"\nHeld-out problems solved by a student that learned from …, in % of {NUM_ASKED}:\n")
+    print(f"\nHeld-out problems solved, in % of {NUM_ASKED}, by\na student that learned from …\n")
     for way, (name, _) in WAYS.items():
         accuracy = read_accuracy(folder / way / "answers")
         print(f"  {100 * accuracy:3.0f}  {name:<35} {'#' * round(30 * accuracy)}".rstrip())
