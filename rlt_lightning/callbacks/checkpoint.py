@@ -48,6 +48,8 @@ class Checkpoint(ModelCheckpoint):
             save_on_train_epoch_end=False,
             enable_version_counter=False,  # a run that went back replaces the later checkpoints
         )
+        self.every_n_steps, self.interval = every_n_train_steps, train_time_interval
+        self.last_saved_s = 0.0  # on the clock
         self.older_checkpoints: list[Path] = []
         self.num_steps = 0  # of the whole run
 
@@ -68,7 +70,7 @@ class Checkpoint(ModelCheckpoint):
 
         Drop what metrics.csv shows of later steps: they are repeated.
         """
-        super().on_train_start(trainer, pl_module)
+        self.last_saved_s = time.monotonic()
         if trainer.is_global_zero:
             discard_unfinished(self.folder)
         self.num_steps = pl_module.total_steps()  # type: ignore[operator]
@@ -83,9 +85,9 @@ class Checkpoint(ModelCheckpoint):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         # Lightning's own hook ignores the time where the module steps its optimizer itself.
-        if not self._should_skip_saving_checkpoint(trainer) and self._is_due(trainer):
+        if not trainer.fast_dev_run and self.is_due(trainer):  # type: ignore[attr-defined]
             self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
-            self._last_time_checked = time.monotonic()
+            self.last_saved_s = time.monotonic()
         written = self._last_global_step_saved == trainer.global_step
         if written and self.older_checkpoints and trainer.is_global_zero:
             for path in self.older_checkpoints:
@@ -93,25 +95,27 @@ class Checkpoint(ModelCheckpoint):
                     discard(path)
             self.older_checkpoints = []
 
-    def _is_due(self, trainer: Trainer) -> bool:
+    def is_due(self, trainer: Trainer) -> bool:
         """Return whether a checkpoint of the iteration that has just been trained is to be written."""
-        step, every = trainer.global_step, self._every_n_train_steps
+        step, every = trainer.global_step, self.every_n_steps
+        if self._last_global_step_saved == step:
+            return False
         if (every and step % every == 0) or step >= self.num_steps or trainer.should_stop:
             return True
-        if self._train_time_interval is None:
+        if self.interval is None:
             return False
-        waited_s = time.monotonic() - (self._last_time_checked or 0.0)
-        return bool(trainer.strategy.broadcast(waited_s >= self._train_time_interval.total_seconds()))
+        waited_s = time.monotonic() - self.last_saved_s
+        return bool(trainer.strategy.broadcast(waited_s >= self.interval.total_seconds()))
 
     @override
-    def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
-        # Lightning logs a step after its checkpoint; a run that ends in between would lose the step's row.
-        module: Any = trainer.lightning_module
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Write the step's row: Lightning logs it after its checkpoint, and a run may end in between."""
         for logger in trainer.loggers:
             if isinstance(logger, MetricsCSV):
-                logger.log_metrics(module.step_metrics, trainer.global_step)
+                logger.log_metrics(pl_module.step_metrics, trainer.global_step)  # type: ignore[arg-type]
                 logger.save()
-        super()._save_checkpoint(trainer, filepath)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -134,4 +138,4 @@ class Checkpoint(ModelCheckpoint):
             loader.rewind()
             for count in (progress.current, progress.total):
                 count.ready = count.started = count.processed
-        self._save_checkpoint(trainer, str(self.folder / name_checkpoint(step)))
+        trainer.save_checkpoint(self.folder / name_checkpoint(step))

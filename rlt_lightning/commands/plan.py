@@ -18,13 +18,11 @@ long as the settings allow.
 from __future__ import annotations
 
 import copy
-import json
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -38,12 +36,12 @@ from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.engines import HFEngine, VLLMEngine
 from rlt_lightning.models.embedded import DEFAULT_MODEL, MINIATURES, WHEEL_SHA256, cache_folder
 from rlt_lightning.models.kernels import find_blocks
-from rlt_lightning.models.load import meta_model
+from rlt_lightning.models.load import meta_model, model_config
 from rlt_lightning.models.lora import LoRA, add_adapter
 from rlt_lightning.models.quantised import nf4_bytes, quantisable_layers, require_settings
 from rlt_lightning.modules import OPDModule, RLTModule
 from rlt_lightning.modules.checks import require_precision, require_whole_models
-from rlt_lightning.modules.on_policy import OnPolicyModule
+from rlt_lightning.modules.on_policy import is_on_policy
 from rlt_lightning.modules.optimizer import states_8bit_bytes
 from rlt_lightning.modules.phases import list_heads, resident_bytes
 from rlt_lightning.modules.policy import PolicyModule
@@ -110,21 +108,14 @@ class Model:
         lora: The adapter that is trained, if there is one.
         mixed: Whether matrix products are in bfloat16 of fp32 weights.
         sharding: How weights are divided.
-        scratch: See `find_folder`.
     """
 
     def __init__(
-        self,
-        settings: PolicyModule,
-        name: str,
-        dtype: str,
-        lora: LoRA | None,
-        mixed: bool,
-        sharding: str,
-        scratch: Path,
+        self, settings: PolicyModule, name: str, dtype: str, lora: LoRA | None, mixed: bool, sharding: str
     ) -> None:
-        folder = str(find_folder(name, scratch))
-        model = meta_model(folder, dtype, settings.attn_implementation, settings.trust_remote_code)
+        trusts = settings.trust_remote_code
+        config = read_config(name, trusts)
+        model = meta_model(name, dtype, settings.attn_implementation, trusts, config)
         loaded_bytes = next(model.parameters()).element_size()
         in_4_bits: list[int] = []
         if lora is not None:
@@ -245,8 +236,8 @@ class Plan:
         self.hf_sequences = 0  # completions that the trainer's processes sample at once
         self.num_workers = 0  # of vLLM
         self.worker_bytes = self.sleeping_bytes = 0.0  # of a vLLM worker on one of the trainer's GPUs
-        samples = isinstance(module, OnPolicyModule) and not given
-        if isinstance(module, OnPolicyModule):
+        samples = module.is_on_policy and not given
+        if is_on_policy(module):
             require_whole_models(module.offload_frozen, self.shards > 1)
             self.offload_frozen = module.offload_frozen and not self.on_cpu
             rollouts.dispatcher.choose_engine(
@@ -263,19 +254,18 @@ class Plan:
         tile = block_size(module.head.logits_mib, torch.empty(0, device="cpu" if self.on_cpu else "meta"))
         self.logits_bytes = tile * 2**20  # one tile of logits
         self.checkpointing = module.gradient_checkpointing
-        with TemporaryDirectory(prefix="rlt-plan-") as scratch:
-            limit = rollouts.sampling.max_completion_length if samples else None
-            mean = self.read_lengths(data, options, limit, Path(scratch))
-            longest = self.prompt_length + self.completion_length
-            shared = prompts if module.layout in ("auto", "shared_prefix") else self.num_sequences
-            tokens = shared * self.prompt_length + self.num_sequences * self.completion_length
-            room = max(longest, module.micro_batch_tokens)
-            self.row_tokens = longest if module.layout == "single" else min(room, tokens)  # the largest row
-            self.step_tokens = self.num_sequences * mean if mean else tokens
-            self.mean_tokens = self.step_tokens if mean else MEAN_FRAC * tokens
-            self.num_steps = self.count_steps(trainer, data)
-            callbacks = " ".join(str(callback.class_path) for callback in trainer.callbacks or [])
-            self.read_models(module, precision == "bf16-mixed", "ReferenceSync" in callbacks, Path(scratch))
+        limit = rollouts.sampling.max_completion_length if samples else None
+        mean = self.read_lengths(data, options, limit)
+        longest = self.prompt_length + self.completion_length
+        shared = prompts if module.layout in ("auto", "shared_prefix") else self.num_sequences
+        tokens = shared * self.prompt_length + self.num_sequences * self.completion_length
+        room = max(longest, module.micro_batch_tokens)
+        self.row_tokens = longest if module.layout == "single" else min(room, tokens)  # the largest row
+        self.step_tokens = self.num_sequences * mean if mean else tokens
+        self.mean_tokens = self.step_tokens if mean else MEAN_FRAC * tokens
+        self.num_steps = self.count_steps(trainer, data)
+        callbacks = " ".join(str(callback.class_path) for callback in trainer.callbacks or [])
+        self.read_models(module, precision == "bf16-mixed", "ReferenceSync" in callbacks)
 
     def read_engine(self, engine: Any) -> None:
         """Read what sampling takes of the trainer's devices."""
@@ -293,28 +283,25 @@ class Plan:
             self.worker_bytes = frac * self.memory
             self.sleeping_bytes = ASLEEP if engine.takes_turns else self.worker_bytes
 
-    def read_lengths(
-        self, data: StratosDataModule, options: PlanOptions, limit: int | None, scratch: Path
-    ) -> int:
+    def read_lengths(self, data: StratosDataModule, options: PlanOptions, limit: int | None) -> int:
         """Read the longest sequences of rows and tokenizers that are here, else the settings' limits.
 
         Args:
             data: The datamodule.
             options: Their prompt length overrides both.
             limit: Of completions that are sampled; None where rows bring them.
-            scratch: See `find_folder`.
 
         Returns:
             The mean tokens of a row's example; 0 if not known.
         """
-        missing, mean, self.scored_prompt = find_missing(data, scratch), 0, 0
+        missing, mean, self.scored_prompt = find_missing(data), 0, 0
         self.num_rows: int | None = None  # if the rows are read
         if options.prompt_length is None and missing is None:
             source, data = "of the rows", copy.copy(data)
             data.output_dir, data.val_sources, data.val_rows = None, [], 0  # held-out rows may be elsewhere
-            data.tokenizer_name = str(find_folder(str(data.tokenizer_name), scratch))
+            data.tokenizer_name = str(find_folder(str(data.tokenizer_name)))
             if data.reader_name is not None:
-                data.reader_name = str(find_folder(data.reader_name, scratch))
+                data.reader_name = str(find_folder(data.reader_name))
             data.setup("fit" if self.trains else "predict")
             items = data.all_items
             self.num_rows = len(items)
@@ -341,11 +328,11 @@ class Plan:
             self.note += f"; models that score read prompts, with solutions, of up to {self.scored_prompt}"
         return mean
 
-    def read_models(self, module: PolicyModule, mixed: bool, moves: bool, scratch: Path) -> None:
+    def read_models(self, module: PolicyModule, mixed: bool, moves: bool) -> None:
         """Read the models that the run holds; `moves` is whether ReferenceSync writes the reference."""
 
         def read(name: str, dtype: str, lora: LoRA | None = None) -> Model:
-            return Model(module, name, dtype, lora, mixed, self.sharding, scratch)
+            return Model(module, name, dtype, lora, mixed, self.sharding)
 
         self.policy = policy = read(module.pretrained, module.dtype_name, module.lora)
         # An adapter's matrices are in fp32, whatever type the model's weights have.
@@ -658,14 +645,12 @@ def print_plan(run: Namespace, trainer: Namespace) -> int:
 
 def list_devices(devices: Any, on_cpu: bool) -> list[int]:
     """Return the ids of the devices that train on one machine, from trainer.devices."""
-    if isinstance(devices, str) and devices.strip().lstrip("-").isdigit():
-        devices = int(devices)
-    if devices in ("auto", -1):
-        devices = 1 if on_cpu else max(1, torch.cuda.device_count())
-    if isinstance(devices, int):
-        return list(range(devices))
-    words = devices.split(",") if isinstance(devices, str) else devices
-    return [int(word) for word in words if str(word).strip()]
+    if isinstance(devices, list) or "," in str(devices):
+        words = devices if isinstance(devices, list) else devices.split(",")
+        return [int(word) for word in words if str(word).strip()]
+    if str(devices) in ("auto", "-1"):
+        devices = 1 if on_cpu else torch.cuda.device_count() or 1
+    return list(range(int(devices)))
 
 
 def read_sharding(strategy: Any, num_processes: int) -> tuple[str, dict[str, Any]]:
@@ -695,52 +680,49 @@ def read_sharding(strategy: Any, num_processes: int) -> tuple[str, dict[str, Any
     return known[name], settings
 
 
-def find_missing(data: StratosDataModule, scratch: Path) -> str | None:
+def find_missing(data: StratosDataModule) -> str | None:
     """Return a source or tokenizer that decides lengths and is not on this machine; None if all are."""
     for path in (source for source in data.sources if isinstance(source, str) and source not in EMBEDDED):
         # A configuration's name may follow a file or a folder.
         if not any(Path(name).expanduser().exists() for name in (path, path.partition(":")[0])):
             return path
     for name in filter(None, (data.tokenizer_name, data.reader_name)):
-        if not (find_folder(name, scratch) / "tokenizer.json").is_file():
+        folder = find_folder(name)
+        if folder is None or not (folder / "tokenizer.json").is_file():
             return f"the tokenizer of {name}"
     return None
 
 
-def find_folder(name: str, scratch: Path) -> Path:
-    """Return a folder on this machine that holds at least the model's config.json.
-
-    Args:
-        name: The model, as settings name it.
-        scratch: A folder in which the configuration of a known model is written.
-
-    Raises:
-        InputError: If there is none. It never asks the hub or a package registry.
-    """
+def find_folder(name: str) -> Path | None:
+    """Return a folder on this machine that holds at least a model's config.json; the hub is not asked."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
-    if name in MINIATURES:
-        return MINIATURES[name]
-    folders = [Path(name).expanduser()]
+    folders = [MINIATURES.get(name, Path(name).expanduser())]
     if name == DEFAULT_MODEL:
         folders = [cache_folder() / f"{DEFAULT_MODEL}-{WHEEL_SHA256[:12]}"]
     with suppress(HFValidationError):  # a path, no hub id
         cached = try_to_load_from_cache(name, "config.json")
         folders += [Path(cached).parent] if isinstance(cached, str) else []
-    for folder in folders:
-        if (folder / "config.json").is_file():
-            return folder
-    config = read_known_configs().get(name)
-    if config is None:
-        raise InputError(
-            f"rlt plan must know the shape of '{name}', but it is no folder with a config.json, not in the "
-            f"hub's cache, and not in {SHAPES}. Download its config.json into a folder, and name the folder."
-        )
-    folder = scratch / name.replace("/", "--")
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+    return next((folder for folder in folders if (folder / "config.json").is_file()), None)
+
+
+def read_config(name: str, trust_remote_code: bool) -> Any:
+    """Return the configuration of a model, from a folder on this machine or from `SHAPES`.
+
+    Raises:
+        InputError: If neither has it.
+    """
+    from transformers import AutoConfig
+
+    if folder := find_folder(name):
+        return model_config(str(folder), trust_remote_code)
+    if name in (known := read_known_configs()):
+        return AutoConfig.for_model(**known[name])
+    raise InputError(
+        f"rlt plan must know the shape of '{name}', but it is no folder with a config.json, not in the "
+        f"hub's cache, and not in {SHAPES}. Download its config.json into a folder, and name the folder."
+    )
 
 
 @cache

@@ -124,7 +124,8 @@ def load_model(
     """
     from transformers import AutoModelForCausalLM
 
-    options = attention_options(name, attn_implementation, trust_remote_code)
+    config = model_config(name, trust_remote_code)
+    options = attention_options(name, attn_implementation, trust_remote_code, config)
     announce_model(name, dtype, role)
     require_intact(Path(resolve(name)), weights=True)
     with LOADING, naming_choices("model", name), quiet_transformers():
@@ -165,9 +166,20 @@ def empty_model(
 
 
 def meta_model(
-    name: str, dtype: str = "float32", attn_implementation: str | None = None, trust_remote_code: bool = False
+    name: str,
+    dtype: str = "float32",
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+    config: Any = None,
 ) -> Any:
     """Build a model from its configuration only: parameters on the meta device, no weights needed.
+
+    Args:
+        name: See `load_model`, as for all arguments but the last.
+        dtype: Type of its weights.
+        attn_implementation: Its attention.
+        trust_remote_code: Run code that comes with it.
+        config: The configuration; None: that of its name.
 
     Raises:
         InputError: As `load_model`.
@@ -175,8 +187,8 @@ def meta_model(
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
-    options = attention_options(name, attn_implementation, trust_remote_code)
-    config = model_config(name, trust_remote_code)
+    config = config or model_config(name, trust_remote_code)
+    options = attention_options(name, attn_implementation, trust_remote_code, config)
     with naming_choices("model", name), quiet_transformers():
         dtype_found = config.dtype if dtype == "auto" else getattr(torch, dtype)
         with init_empty_weights(include_buffers=False):
@@ -186,10 +198,11 @@ def meta_model(
         return model
 
 
-def attention_options(name: str, attn_implementation: str | None, trust_remote_code: bool) -> dict[str, Any]:
+def attention_options(
+    name: str, attn_implementation: str | None, trust_remote_code: bool, config: Any
+) -> dict[str, Any]:
     """Return the options about attention and remote code with which transformers loads a model."""
     register_segment_attention()
-    config = model_config(name, trust_remote_code)
     ours_fits = can_replace_attention(config)
     if attn_implementation is None and ours_fits:
         attn_implementation = SEGMENT_ATTENTION

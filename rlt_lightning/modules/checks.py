@@ -1,4 +1,4 @@
-"""Checks of a run before it trains: its length, rows, strategy and precision."""
+"""Checks of a run before it trains: its length, rows, strategy, precision and settings."""
 
 from __future__ import annotations
 
@@ -109,6 +109,45 @@ def require_precision(precision: str) -> None:
             f"trainer.precision must be 32-true or bf16-mixed, but is {precision}. For weights in half "
             "precision set model.dtype to bfloat16."
         )
+
+
+def require_dtype(dtype: str, precision: str, deepspeed: bool, trains: bool) -> None:
+    """Refuse number types in which training does not work.
+
+    Args:
+        dtype: Type of the trained model's weights.
+        precision: That of the trainer.
+        deepspeed: Whether the strategy is DeepSpeed's.
+        trains: Whether the run trains.
+    """
+    require_precision(precision)
+    if trains and dtype == "float16":
+        raise InputError(
+            "model.dtype of a trained model must be float32 or bfloat16, but is float16, in which small "
+            "numbers of AdamW are 0. Set it to bfloat16."
+        )
+    if deepspeed and precision == "32-true" and dtype != "float32":
+        raise InputError(
+            f"Under DeepSpeed model.dtype must be float32 with precision 32-true, but is {dtype}. Set "
+            "trainer.precision to bf16-mixed: models then run in bfloat16."
+        )
+
+
+def require_same_settings(settings: dict[str, tuple[Any, Any]]) -> None:
+    """Check that a run has the settings of its checkpoint.
+
+    Args:
+        settings: The checkpoint's value and the run's, by name.
+
+    Raises:
+        InputError: If one differs.
+    """
+    for setting, (theirs, ours) in settings.items():
+        if theirs != ours:
+            raise InputError(
+                f"The checkpoint's run must have the same {setting} as this one, but had {theirs}, and "
+                f"this one has {ours}. Set it as it was, or start from the model that rlt export makes."
+            )
 
 
 def require_whole_models(offload_frozen: bool, sharded: bool) -> None:

@@ -15,7 +15,7 @@ from rlt_lightning.models.load import Dtype
 from rlt_lightning.models.lora import without_adapter
 from rlt_lightning.modules.checks import require_whole_models
 from rlt_lightning.modules.frozen import Model
-from rlt_lightning.modules.policy import PolicyModule, check_model
+from rlt_lightning.modules.policy import PolicyModule
 from rlt_lightning.modules.step_metrics import mismatch_metrics, require_agreement, rollout_metrics
 from rlt_lightning.numerics.divergence import Divergence
 from rlt_lightning.numerics.importance import Mismatch, TruncatedImportanceSampling
@@ -195,4 +195,4 @@ def get_frozen_ready(module: OnPolicyModule, scoring: dict[str, Model]) -> None:
     exact_kl = kl_options is not None and kl_options.kl_estimator == "exact"
     for name, model in scoring.items():
         with model.loaded_on(module.device) as run:
-            check_model(module, run, name, Divergence("forward") if exact_kl else module.head_loss)
+            module.check_model(run, name, Divergence("forward") if exact_kl else module.head_loss)

@@ -27,9 +27,10 @@ from rlt_lightning.models.quantised import require_settings, without_frozen
 from rlt_lightning.models.weights import trained_parameters
 from rlt_lightning.modules.checks import (
     count_steps,
+    require_dtype,
     require_even_rows,
-    require_precision,
     require_same_rows,
+    require_same_settings,
     require_strategy,
     require_whole_steps,
 )
@@ -51,9 +52,7 @@ from rlt_lightning.strategies.sharding import Unsharded, get_sharding
 from rlt_lightning.types import InputError, as_list
 
 # The progress bar shows these figures of a step.
-SHOWN = {
-    *("reward/mean", "rollout/closed_frac", "rollout/truncated_frac", "policy/loss", "perf/tokens_per_s")
-}
+SHOWN = {"reward/mean", "rollout/closed_frac", "rollout/truncated_frac", "policy/loss", "perf/tokens_per_s"}
 
 
 class PolicyModule(LanguageModelModule):
@@ -147,23 +146,12 @@ class PolicyModule(LanguageModelModule):
                 f"`rlt predict` scores or writes explanations, but {type(self).__name__} only trains. Use "
                 "`rlt test` for the trained model's answers, or name it as model.teacher of an RLTModule."
             )
-        precision = self.trainer.precision
-        require_precision(str(precision))
-        if stage == "fit" and self.dtype_name == "float16":
-            raise InputError(
-                "model.dtype of a trained model must be float32 or bfloat16, but is float16, in which small "
-                "numbers of AdamW are 0. Set it to bfloat16."
-            )
+        deepspeed = isinstance(self.trainer.strategy, DeepSpeedStrategy)
+        require_dtype(self.dtype_name, str(self.trainer.precision), deepspeed, trains=stage == "fit")
         sharding = get_sharding(self.trainer.strategy)
         require_settings(self.lora, self.optimizer_config, type(sharding) is Unsharded)
         if stage in ("fit", "validate") and sharding.sharded:
             require_even_rows(self.trainer, "weights in shards")
-        deepspeed = isinstance(self.trainer.strategy, DeepSpeedStrategy)
-        if deepspeed and precision == "32-true" and self.dtype_name != "float32":
-            raise InputError(
-                "Under DeepSpeed model.dtype must be float32 with precision 32-true, but is "
-                f"{self.dtype_name}. Set trainer.precision to bf16-mixed: models then run in bfloat16."
-            )
 
     def configure_model(self) -> None:
         """Load the weights, after the data have been checked.
@@ -250,17 +238,27 @@ class PolicyModule(LanguageModelModule):
         if is_training:
             settings["model.optimizer.states"] = saved["states"], self.optimizer_config.states
             settings["optimizer"] = saved["optimizer"], self.optimizer_name
-        for setting, (theirs, ours) in settings.items():
-            if theirs != ours:
-                raise InputError(
-                    f"The checkpoint's run must have the same {setting} as this one, but had {theirs}, and "
-                    f"this one has {ours}. Set it as it was, or start from the model that rlt export makes."
-                )
+        require_same_settings(settings)
 
     @torch.no_grad()
     def get_ready(self) -> None:
         """Choose kernels, and a layout in which the model computes the right log-probs."""
-        check_model(self, self.run, self.pretrained, self.head_loss)
+        self.check_model(self.run, self.pretrained, self.head_loss)
+
+    def check_model(self, run: RunModel, name: str, divergence: Divergence | None) -> None:
+        """Choose kernels and a layout in which this model is right too, and name the kernels in the log.
+
+        The check runs in the run's precision: under bf16-mixed it checks the kernels for bfloat16.
+
+        Args:
+            run: Runs the model.
+            name: Its name.
+            divergence: Which one is computed with its head; None: log-probs.
+        """
+        with self.trainer.precision_plugin.forward_context():
+            device, head = self.trainer.strategy.root_device, self.chosen_head
+            self.chosen_head = prepare_model(run, name, self.kernels, head, device, divergence)
+            self.chosen_layout = verify_layout(run, name, self.chosen_layout)
 
     def on_validation_start(self) -> None:
         """Get ready, unless this is a validation within a fit, which is ready."""
@@ -407,20 +405,3 @@ class PolicyModule(LanguageModelModule):
         self.log_dict(figures)
         if figures:
             self.log("step", float(self.global_step))
-
-
-def check_model(module: PolicyModule, run: RunModel, name: str, divergence: Divergence | None) -> None:
-    """Choose kernels and a layout in which this model is right too, and name the kernels in the log.
-
-    The check runs in the run's precision: under bf16-mixed it checks the kernels for bfloat16.
-
-    Args:
-        module: Gets what was chosen.
-        run: Runs the model.
-        name: Its name.
-        divergence: Which one is computed with its head; None: log-probs.
-    """
-    with module.trainer.precision_plugin.forward_context():
-        device, head = module.trainer.strategy.root_device, module.chosen_head
-        module.chosen_head = prepare_model(run, name, module.kernels, head, device, divergence)
-        module.chosen_layout = verify_layout(run, name, module.chosen_layout)

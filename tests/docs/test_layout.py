@@ -48,9 +48,8 @@ WRAPPERS = {
 # Names that a library calls private and that have no public way, by file: which object has them.
 PRIVATE = {
     "callbacks/checkpoint.py": {
-        "lightning.pytorch.callbacks:ModelCheckpoint": "_every_n_train_steps _last_global_step_saved "
-        "_last_time_checked _monitor_candidates _save_checkpoint _save_topk_checkpoint "
-        "_should_skip_saving_checkpoint _train_time_interval"
+        "lightning.pytorch.callbacks:ModelCheckpoint": "_last_global_step_saved _monitor_candidates "
+        "_save_topk_checkpoint"
     },
     "cli/parser.py": {
         "jsonargparse": "_typehints",
@@ -63,6 +62,8 @@ PRIVATE = {
         "transformers:GenerationMixin": "_prepare_cache_for_generation _supports_logits_to_keep "
         "_update_model_kwargs_for_generation",
     },
+    "judging/compare.py": {"sympy:Float": "_prec"},
+    "judging/judge.py": {"multiprocessing.spawn": "_inheriting"},
     "models/attention.py": {
         "transformers:PreTrainedConfig": "_attn_implementation",
         "transformers:PreTrainedModel": "_supports_sdpa",
@@ -70,6 +71,7 @@ PRIVATE = {
     "models/file_names.py": {"transformers.core_model_loading": "_weight_conversions"},
     "models/kernels.py": {"transformers:PreTrainedModel": "_no_split_modules"},
     "models/lora.py": {"peft.tuners.lora:LoraLayer": "_cast_input_dtype _disable_adapters"},
+    "modules/checks.py": {"lightning.pytorch.strategies:DDPStrategy": "_start_method"},
     "modules/policy.py": {"lightning.pytorch:LightningModule": "_trainer"},
     "numerics/attention.py": {
         "torch.ops:aten": "_scaled_dot_product_flash_attention_for_cpu "
@@ -109,6 +111,8 @@ PRIVATE = {
     },
 }
 
+BY_NAME = {"getattr", "hasattr", "setattr", "delattr", "attrgetter", "patch.object"}
+
 
 def list_private(tree: ast.Module) -> set[str]:
     """Names with an underscore that a file uses and does not define."""
@@ -119,6 +123,9 @@ def list_private(tree: ast.Module) -> set[str]:
     used = {a.attr for a in attributes} - defined
     used |= {a.attr for a in attributes if ast.unparse(a.value) == "super()"}
     used |= {part for name in imported(tree) for part in name.split(".")}
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    named = [a for call in calls if ast.unparse(call.func) in BY_NAME for a in call.args]
+    used |= {str(a.value) for a in named if isinstance(a, ast.Constant)} - {""}
     public = {"_exit", "_replace"}  # of os and of named tuples
     return {name for name in used if name[0] == "_" and name[:2] != "__"} - public
 

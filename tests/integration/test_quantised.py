@@ -174,7 +174,7 @@ def test_the_plan_counts_the_bytes_of_a_real_run(dtype: str, miniature: str, tmp
     for _, layer in quantised_layers(sft.policy):
         state = layer.quant_state
         tensors += [state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code]
-    planned = Model(sft, miniature, dtype, LORA, False, "whole", tmp_path)
+    planned = Model(sft, miniature, dtype, LORA, False, "whole")
     assert planned.stored_bytes == storage_bytes(tensors)
     states = losses.optimizer.state.values()
     kept = [t for s in states for k, t in s.items() if isinstance(t, Tensor) and not k.startswith("qmap")]

@@ -62,8 +62,8 @@ def test_lightnings_callback_keeps_the_best_beside_the_newest(tmp_path: Path) ->
 
 
 def test_default_bounds_the_loss_by_ten_minutes() -> None:
-    assert Checkpoint()._train_time_interval == timedelta(minutes=10)
-    assert Checkpoint(every_n_train_steps=3)._train_time_interval is None
+    assert Checkpoint().interval == timedelta(minutes=10)
+    assert Checkpoint(every_n_train_steps=3).interval is None
 
 
 def test_a_resumed_run_goes_on_counting_tokens(tmp_path: Path) -> None:

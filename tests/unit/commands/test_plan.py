@@ -234,7 +234,7 @@ def test_activations_are_those_that_autograd_keeps(
         with torch.autocast("cpu", torch.bfloat16, enabled=mixed), counting_saved(model) as sizes:
             scored_hidden_states(model, packed)
         settings = SFTModule(folder, OptimizerConfig(lr=1e-3))
-        shape = Model(settings, folder, dtype, None, mixed, "whole", tmp_path)
+        shape = Model(settings, folder, dtype, None, mixed, "whole")
         found.append(sum(sizes.values()) - shape.cast_bytes)
     assert (found[1] - found[0]) / 3 / 256 == pytest.approx(shape.kept, rel=0.1)
 

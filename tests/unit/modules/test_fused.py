@@ -6,6 +6,7 @@ import contextlib
 import shutil
 import types
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -27,6 +28,7 @@ from rlt_lightning.models.packed import HeadOptions
 from rlt_lightning.modules.frozen import Model
 from rlt_lightning.modules.on_policy import get_frozen_ready
 from rlt_lightning.modules.optimizer import OptimizerConfig, build_optimizer
+from rlt_lightning.modules.policy import PolicyModule
 from rlt_lightning.numerics import Divergence
 from rlt_lightning.rewards import RLTReward
 from rlt_lightning.strategies.sharding import Unsharded
@@ -122,7 +124,9 @@ def module_on_a_gpu(head: HeadOptions, **more: Any) -> Any:
         strategy=types.SimpleNamespace(root_device=torch.device("cuda")),
     )
     options = {"kernels": Kernels(liger=False), "attn_implementation": None, "chosen_layout": "auto"}
-    return types.SimpleNamespace(trainer=trainer, chosen_head=head, head_loss=None, **options, **more)
+    module = types.SimpleNamespace(trainer=trainer, chosen_head=head, head_loss=None, **options, **more)
+    module.check_model = partial(PolicyModule.check_model, module)  # type: ignore[arg-type]
+    return module
 
 
 @pytest.fixture
