@@ -220,9 +220,9 @@ class Teacher:
             max_bad_frac=0.0,
             **self.data_options,
         )
-        found = self._ask(data, seed=0)
+        scored = self._ask(data, seed=0)
         warn_of_foreign_traces(data.items, self.module)
-        return [score for _, score in found if score is not None]
+        return [score for _, score in scored if score is not None]
 
     def _ask(self, data: StratosDataModule, seed: int) -> list[tuple[Rollout, Score | None]]:
         """Let the models score rows as in `rlt predict`, and return their completions with their scores."""

@@ -73,14 +73,14 @@ def naming_full_disk(folder: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        found: BaseException | None = error
+        cause: BaseException | None = error
         # Libraries quote the system's words.
-        while found is not None and not any(os.strerror(number) in str(found) for number in FULL_DISK):
-            found = found.__cause__ or found.__context__
-        if found is None:
+        while cause is not None and not any(os.strerror(number) in str(cause) for number in FULL_DISK):
+            cause = cause.__cause__ or cause.__context__
+        if cause is None:
             raise
         raise InputError(
-            f"{folder} must be written, but its disk has no room ({first_line(found)}). Make room, then give "
+            f"{folder} must be written, but its disk has no room ({first_line(cause)}). Make room, then give "
             "the same command again, for a stage with --resume true: what was finished before is kept."
         ) from error
 
@@ -139,7 +139,7 @@ class Problem:
 
     Teacher sequence: teacher_prefix + think_prefix + completion.
     Student sequence: student_prefix + think_prefix + explanation body + student_suffix + solution_ids.
-    The student's pieces are in its own tokens; if these are not the teacher's, think_prefix is empty.
+    The student's pieces are in its tokens; if these are not the teacher's, think_prefix is empty.
 
     Example:
         Of `{"question": "1 + 1?", "solution": "2"}`, with one letter per token and tags in angle brackets:
@@ -159,7 +159,7 @@ class Problem:
         given_completion: The completion to be scored, if the row has one.
         columns: The source row as it was read.
         teacher_view: In on-policy distillation, where the prompt above is the student's: what the teacher
-            reads before the student's tokens, in its own tokens.
+            reads before the student's tokens, in the tokens of the student.
     """
 
     row: int

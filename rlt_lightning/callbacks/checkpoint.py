@@ -84,7 +84,7 @@ class Checkpoint(ModelCheckpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        # Lightning's own hook ignores the time where the module steps its optimizer itself.
+        # Lightning's hook ignores the time where the module steps its optimizer itself.
         if not trainer.fast_dev_run and self.is_due(trainer):  # type: ignore[attr-defined]
             self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
             self.last_saved_s = time.monotonic()

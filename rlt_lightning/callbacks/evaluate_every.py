@@ -196,8 +196,8 @@ class EvaluateEvery(Callback):
         if trainer.is_global_zero:
             parts = []
             for name in [name.split("/")[1] for name in figures if name.endswith("/pass_at_1")]:
-                found = {f: figures.get(f"eval/{name}/{f}") for f in ("pass_at_1", "standard_error")}
-                parts.append(f"{name} {format_accuracy(found)} %")
+                accuracy = {f: figures.get(f"eval/{name}/{f}") for f in ("pass_at_1", "standard_error")}
+                parts.append(f"{name} {format_accuracy(accuracy)} %")
             text = f"accuracy after iteration {step}: {', '.join(parts)} ({figures[SECONDS]:.1f} s)"
             tqdm.write(text, file=sys.stderr)
 

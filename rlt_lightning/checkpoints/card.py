@@ -28,7 +28,7 @@ def write_model_card(metadata: dict[str, Any], is_adapter: bool = False) -> str:
     header = ModelCardData(
         library_name="peft" if is_adapter else "transformers",
         tags=["rlt_lightning", "reasoning"],
-        base_model=None if is_local(pretrained) else pretrained,  # the hub takes only its own ids
+        base_model=None if is_local(pretrained) else pretrained,  # the hub takes only ids of the hub
     )
     text = (
         f"{format_card(header, f'Trained from {pretrained}', training)}\n"

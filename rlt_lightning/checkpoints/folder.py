@@ -73,7 +73,7 @@ def write_checkpoint(
 
     Args:
         folder: The checkpoint's final name.
-        state: Plain values and small tensors; only rank 0 writes its own.
+        state: Plain values and small tensors; only rank 0 writes them.
         tensors: Named tensors by sub-folder; they may be sharded.
         strategy: The strategy whose ranks write.
     """
@@ -227,12 +227,12 @@ def find_checkpoint(path: Path) -> Path:
     """
     if (path / STATE).exists():
         return path
-    if not (found := list_checkpoints(path / "checkpoints") or list_checkpoints(path)):
+    if not (checkpoints := list_checkpoints(path / "checkpoints") or list_checkpoints(path)):
         raise InputError(
             f"--ckpt_path must be a checkpoint, or a run's folder with one, but {path} has none. The "
             "model of a run that has ended is in its folder model/; --overwrite true starts a run again."
         )
-    return found[-1]
+    return checkpoints[-1]
 
 
 def name_checkpoint(step: int) -> str:

@@ -103,7 +103,7 @@ def split_moments(
     numbers: dict[str, dict[str, Any]] = {}
     moments: dict[str, list[NamedTensor]] = {}
     for name, kept in states:
-        # bitsandbytes hands out its codes and scales in a dictionary of their own.
+        # bitsandbytes hands out its codes and scales in a dictionary.
         nested = [value for value in kept.values() if isinstance(value, dict)]
         values = {k: v for k, v in kept.items() if not isinstance(v, dict)}
         for inner in nested:
@@ -137,7 +137,7 @@ def module_name(name: str) -> str:
 
 
 class NamedCheckpoints:
-    """A mixin of strategies that writes and reads our checkpoints, not the sharding library's own."""
+    """A mixin of strategies that writes and reads our checkpoints, not the sharding library's."""
 
     lightning_module: Any
     optimizers: list[Any]
@@ -238,7 +238,7 @@ def keep_implementation(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]
 
 
 def place_step(optimizer: Any, parameter: Any, step: Any) -> Any:
-    """Return a parameter's own count of steps: on its device where AdamW is fused, else in main memory."""
+    """Return a parameter's count of steps: on its device where AdamW is fused, else in main memory."""
     if not isinstance(step, Tensor):  # bitsandbytes counts with a plain number
         return step
     is_fused = any(group.get("fused") for group in optimizer.param_groups)
@@ -253,7 +253,7 @@ def find_aliases(named_parameters: Iterator[tuple[str, Any]]) -> dict[str, str]:
 
 
 def number_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return an optimizer's settings with its parameters numbered, as in its own state_dict."""
+    """Return an optimizer's settings with its parameters numbered, as in its state_dict."""
     numbered, number = [], 0
     for group in groups:
         count = len(group["param_names"])

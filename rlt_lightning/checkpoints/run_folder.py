@@ -130,10 +130,10 @@ def require_no_results(folder: Path) -> None:
     Raises:
         InputError: If there is one.
     """
-    found = [folder / name for name in RESULTS if (folder / name).exists()]
-    if found := [*found, *list_checkpoints(folder / "checkpoints")]:
+    results = [folder / name for name in RESULTS if (folder / name).exists()]
+    if results := [*results, *list_checkpoints(folder / "checkpoints")]:
         raise InputError(
-            f"--resume true found no run to resume, but it does not replace {found[0]}, which is there. "
+            f"--resume true found no run to resume, but it does not replace {results[0]}, which is there. "
             "Choose another --output_dir, or replace all of it by --overwrite true instead."
         )
 

@@ -48,7 +48,7 @@ class SettingsCommandLine(RLTCommandLine):
             config.rollouts.asynchronous = False
 
     def instantiate_classes(self) -> None:
-        """Make module, data and engine, but no trainer: a command makes its own, if any."""
+        """Make module, data and engine, but no trainer: a command makes one, if any."""
         self.config_init = self.parser.instantiate(self.config)
         made = self.config_init["fit"]
         self.model, self.datamodule = made.model, made.data
@@ -74,7 +74,7 @@ def run_check(made: Namespace, trainer: Namespace) -> int:
     return int("fail" in statuses)
 
 
-# Command -> the class of its own options, and what it does.
+# Command -> the class of its options, and what it does.
 COMMANDS: dict[str, tuple[type, Callable[[Namespace, Namespace], int]]] = {
     "plan": (PlanOptions, print_plan),
     "check": (CheckOptions, run_check),

@@ -99,7 +99,7 @@ class SaveConfig(SaveConfigCallback):
     def forget_resumption(self, folder: Path) -> Namespace:
         """Return the settings without resume, overwrite and a checkpoint of this folder.
 
-        A run that is repeated from them must not resume or replace what lies in its own folder. If the first
+        A run that is repeated from them must not resume or replace what lies in its folder. If the first
         start had the checkpoint of another run, that stays.
         """
         config = self.config.clone()

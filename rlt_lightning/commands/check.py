@@ -18,7 +18,6 @@ from statistics import fmean, pstdev
 from typing import Any, Literal
 
 from rlt_lightning.callbacks.rollout import RolloutCallback
-from rlt_lightning.datamodules.cross_tokenizer import CrossTokenizerFormat
 from rlt_lightning.datamodules.rows import TRACE_COLUMN, require_judgeable
 from rlt_lightning.datamodules.stages import StudentRLData
 from rlt_lightning.datamodules.stratos import StratosDataModule
@@ -48,7 +47,7 @@ FILLER = "Let us read the question carefully. We think about it step by step and
 # 0, the best reward: a sure student, no KL. A leap costs KL; after an explanation that breaks off
 # a student guesses.
 MARGIN, PART = 0.2, 0.6
-GROUP = 8  # own answers of a problem
+GROUP = 8  # answers of the student to a problem
 # The first way whose least shares of right own answers and of useful explanations are reached.
 WAYS = (
     (0.2, 0.0, "GRPO or its own right answers need no teacher"),
@@ -208,8 +207,8 @@ def check_steps(data: StratosDataModule, length: dict[str, Any]) -> Check:
 
 def draw_problems(data: StratosDataModule, number: int) -> list[Problem]:
     """Return usable rows, drawn by the seed of the data."""
-    places = Random(data.seed).sample(range(len(data.items)), min(number, len(data.items)))
-    return [data.problems[place] for place in places]
+    indices = Random(data.seed).sample(range(len(data.items)), min(number, len(data.items)))
+    return [data.problems[index] for index in indices]
 
 
 # Completions
@@ -271,8 +270,7 @@ def measure_gain(reward: RLTReward, data: StratosDataModule) -> RLTReward:
     """Return the reward of stage 0: the gain over filler, with the exact KL, by which filler never gains."""
     if reward.baseline == "none":
         reward = replace(reward, baseline=FILLER)
-    foreign = isinstance(data.format, CrossTokenizerFormat)
-    return reward if foreign else replace(reward, kl_estimator="exact")
+    return reward if data.format.student else replace(reward, kl_estimator="exact")
 
 
 def find_useful(reward: RLTReward, scored: Sequence[StepBatch]) -> list[bool]:
@@ -339,20 +337,20 @@ def advise(right: Sequence[Sequence[bool]], useful: Sequence[bool]) -> Check:
     """Say which way to try first.
 
     Args:
-        right: Of each problem, which of the student's own answers are right; empty if none can be judged.
+        right: Of each problem, which of the student's answers are right; empty if none can be judged.
         useful: Which explanations of the teacher are useful.
     """
     answers, share = [answer for group in right for answer in group], fmean(useful)
     if answers:
-        own, never = fmean(answers), sum(not any(group) for group in right)
+        frac, never = fmean(answers), sum(not any(group) for group in right)
         figure = (
-            f"the student is right in {show_part(own, len(answers))} of its own samples, in {never} of "
+            f"the student is right in {show_part(frac, len(answers))} of its own samples, in {never} of "
             f"{len(right)} groups of {GROUP} not once"
         )
     else:
-        own = 0.0
+        frac = 0.0
         figure = "these rows have no answer that can be judged: nothing says how often the student is right"
-    way = next(way for least, useful_least, way in WAYS if own >= least and share >= useful_least)
+    way = next(way for least, useful_least, way in WAYS if frac >= least and share >= useful_least)
     figure += (
         f"; {show_part(share, len(useful))} of {len(useful)} explanations bring the student {100 * PART:g} % "
         "of the way from filler to the solution"

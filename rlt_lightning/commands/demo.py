@@ -9,7 +9,7 @@
 
 The best have the highest reward. All ways but the first sample as much: 3 explanations, or answers, a row.
 
-Every stage is an `rlt` command with a shipped config and a folder of its own. Two run side by side, each in a
+Every stage is an `rlt` command with a shipped config and a folder. Two run side by side, each in a
 process forked from one that has imported the package. This file imports PyTorch only when it needs it, so the
 first line appears at once.
 """
@@ -123,9 +123,9 @@ class Stage:
     def list_words(self, folder: Path) -> list[str]:
         """Return the command line, without `rlt`."""
 
-        def find(place: re.Match[str]) -> str:
-            path = str(folder / place[1])
-            return json.dumps(path) if place.start() else path  # in a list, it is quoted
+        def find(match: re.Match[str]) -> str:
+            path = str(folder / match[1])
+            return json.dumps(path) if match.start() else path  # in a list, it is quoted
 
         words = [re.sub(r"@([\w/.]+)", find, word) for word in self.command.split()]
         return [*words, "--output_dir", str(folder / self.name), "--resume", "true"]
@@ -183,8 +183,8 @@ def list_stages() -> list[Stage]:
     stages = []
     for text in re.split(r"\n(?! )", TEACHERS):
         head, *command = text.split("\n  ")
-        place, needs, line = head.split("; ")
-        stages.append(Stage(place, needs, line, " ".join(command)))
+        name, needs, line = head.split("; ")
+        stages.append(Stage(name, needs, line, " ".join(command)))
     for way, (name, traces) in reversed(WAYS.items()):
         model, needs = "named-chains-student", ""
         if way != "untrained":

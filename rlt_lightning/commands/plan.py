@@ -6,7 +6,7 @@
     generate   a cache of keys and values, or the worker awake
     score      a forward of each model that only reads, one at a time
     train      forward and backward: in the head or in the last block
-    step       what the optimizer needs for its own duration
+    step       what the optimizer needs while it steps
 
 A phase has moments, of which the largest counts; the largest phase is the predicted peak. The formulas follow
 what this package, PyTorch's FSDP2 and DeepSpeed allocate; sizes are bytes. Weights are
@@ -339,7 +339,7 @@ class Plan:
         trained_bytes = policy.weight_bytes if module.lora is None else 4
         self.master_bytes = 4 if self.is_deepspeed else trained_bytes  # per number that the optimizer steps
         self.grad_bytes = 4 if self.is_deepspeed and mixed else trained_bytes
-        self.frozen: dict[str, list[Model]] = {}  # models with weights of their own, by part
+        self.frozen: dict[str, list[Model]] = {}  # models whose weights are not the policy's, by part
         self.scorers: list[tuple[Model, int]] = []  # models that read without gradient, tokens of a row
         self.pair_hidden = 0  # hidden size of a teacher whose logits the loss compares with the policy's
         reference = [policy] if module.lora is None or moves else []
@@ -427,7 +427,7 @@ class Plan:
         return numbers * self.grad_bytes
 
     def count_workspace_bytes(self) -> float:
-        """Return what an optimizer step allocates for its own duration.
+        """Return what an optimizer step allocates while it lasts.
 
         On a GPU AdamW computes the roots of all second moments at a time. DeepSpeed has one tensor, or in
         stage 3 one per `sub_group_size`, and also copies the gradients into a flat tensor. States in 8 bits
@@ -444,7 +444,7 @@ class Plan:
     def count_kv_bytes(self) -> float:
         """Return keys and values while HFEngine samples, and what it needs to draw a token.
 
-        With the engine's own cache a prompt's keys and values exist once, and those of a layer are copied as
+        With the engine's cache a prompt's keys and values exist once, and those of a layer are copied as
         their room doubles.
         """
         policy, rows = self.policy, min(self.hf_sequences, self.num_sequences)
@@ -489,7 +489,7 @@ class Plan:
         return parts | {"vLLM worker": self.sleeping_bytes}
 
     def list_generate_moments(self) -> list[Sizes]:
-        """Return what sampling needs: in the trainer's own processes, or of a GPU that a worker shares."""
+        """Return what sampling needs: in the trainer's processes, or of a GPU that a worker shares."""
         if not self.hf_sequences:
             return [{"vLLM worker": self.worker_bytes}] if self.worker_bytes else []
         gathered = self.count_gathered_bytes(self.policy, backward=False)

@@ -154,5 +154,5 @@ def hide_word(number: int) -> str:
 
 def _match_any(words: Iterable[str]) -> re.Pattern[str] | None:
     """Return a pattern that finds the longest of some words; None if there are none."""
-    found = sorted(words, key=lambda word: (-len(word), word))
-    return re.compile("|".join(map(re.escape, found))) if found else None
+    longest_first = sorted(words, key=lambda word: (-len(word), word))
+    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None

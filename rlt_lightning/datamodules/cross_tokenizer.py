@@ -1,9 +1,9 @@
-"""Tokenise for a student whose tokenizer is not the teacher's: it reads the explanation in its own tokens.
+"""Tokenise for a student whose tokenizer is not the teacher's: it reads the explanation in its tokens.
 
     teacher's tokens ─▶ bytes ─▶ text ─▶ student's tokens          ByteExactTokenizer
            └──────────── ends ───────────── ends ────▶ spans       split_spans (numerics/spans.py)
 
-Its question and solution are tokenised by its own tokenizer too, in its own chat format.
+Its tokenizer and its chat format are used for question and solution too.
 
 Two kinds of tokenizers have tokens whose bytes are known:
 
@@ -59,8 +59,8 @@ class CrossTokenizerFormat(ChatFormat):
         tokenizer: The teacher's, see `ChatFormat`.
         student_tokenizer: The student's.
         tags: See `ChatFormat`; likewise the others.
-        teacher_system_prompt: None for our own.
-        student_system_prompt: None for our own.
+        teacher_system_prompt: None for ours.
+        student_system_prompt: None for ours.
         student_tags: None: the same as the teacher's.
         thinks: See `ChatFormat`: the "teacher" is then the model that thinks, the "student" one that reads.
 
@@ -68,6 +68,8 @@ class CrossTokenizerFormat(ChatFormat):
         InputError: If the bytes of either tokenizer's tokens cannot be known, a ChatFormat of either cannot
             be made, or the student's tokenizer glues the separator to the closing tag.
     """
+
+    student: ChatFormat
 
     def __init__(
         self,
@@ -108,7 +110,7 @@ class CrossTokenizerFormat(ChatFormat):
         student_system_prompt: str | None = None,
         columns: dict[str, Any] | None = None,
     ) -> Problem:
-        """See `ChatFormat.build_problem`; the student's pieces are in its own tokens, without a separator."""
+        """See `ChatFormat.build_problem`; the student's pieces are in its tokens, without a separator."""
         texts = row_number, question, solution, student_system_prompt
         teachers, students = super().build_problem(*texts, columns), self.student.build_problem(*texts)
         return replace(
@@ -121,7 +123,7 @@ class CrossTokenizerFormat(ChatFormat):
         )
 
     def build_rollout(self, problem: Problem, completion: Completion) -> Rollout:
-        """See `ChatFormat.build_rollout`; the student reads the explanation in its own tokens.
+        """See `ChatFormat.build_rollout`; the student reads the explanation in its tokens.
 
         r_KL counts the spans that hold the explanation. If the student's tokens glue the separator after it
         to its last character, the last span holds that too. Tokens of a character that is incomplete at the
@@ -150,7 +152,7 @@ class CrossTokenizerFormat(ChatFormat):
         return replace(rollout, view=view)
 
     def count_read_tokens(self, problem: Problem, completion: Completion) -> int:
-        """Return how many tokens of its own the student reads of a completion."""
+        """See `ChatFormat.count_read_tokens`."""
         return len(self.build_rollout(problem, completion).require_view().token_ids)
 
     def build_student_sft_example(
@@ -161,7 +163,7 @@ class CrossTokenizerFormat(ChatFormat):
         solution: str,
         student_system_prompt: str | None = None,
     ) -> SFTExample:
-        """See `ChatFormat.build_student_sft_example`; in the student's own tokens."""
+        """See `ChatFormat.build_student_sft_example`; in the student's tokens."""
         texts = question, thought, solution, student_system_prompt
         return self.student.build_student_sft_example(row_number, *texts)
 
@@ -294,7 +296,7 @@ class ByteExactTokenizer:
         try:
             ids = self.tokenizer.encode(text, add_special_tokens=False).ids
         except Exception as error:
-            # The library's own class, for a word that is not in the vocabulary. A class derived from it is
+            # The library's class, for a word that is not in the vocabulary. A class derived from it is
             # another fault.
             if type(error) is not Exception:
                 raise

@@ -51,7 +51,7 @@ class EvaluationSet:
             of `\boxed{}` do.
         separator: Text between two options.
         options_seed: Seed of a single stream that shuffles the options of row after row; None: each problem
-            has an order of its own, from data.seed and its id.
+            has an order, from data.seed and its id.
         where: Columns and texts: only rows whose column contains the text are asked.
         strip: Whether white space around questions and options is removed.
         private: Whether its authors ask not to publish its rows as plain text. Then nothing that could quote
@@ -233,7 +233,7 @@ def choose_ids(rows: list[NumberedRow]) -> list[str]:
 # Readers of each kind: what the template holds, and the right answer. Their errors quote no row, which may be
 # of a private set.
 
-OptionOrder = random.Random | str  # a stream that shuffles, or the seed of one problem's own order
+OptionOrder = random.Random | str  # a stream that shuffles, or the seed of one problem's order
 Parts = tuple[dict[str, str], Reference]
 Reader = Callable[[dict[str, Any], EvaluationSet, OptionOrder], Parts]
 

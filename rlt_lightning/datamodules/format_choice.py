@@ -59,7 +59,7 @@ class ChosenFormat:
         student_tags: The student's tags.
         teacher_system_prompt: None for ours.
         student_system_prompt: None for ours.
-        keeps_row_prompts: Whether a row's own system prompt replaces the student's.
+        keeps_row_prompts: Whether a row's system prompt replaces the student's.
         recorded: The format in which the student was trained; None if that is unknown.
         learner: Name of the student if it is fine-tuned.
         guessed: The models of unknown format, by role, that are asked under our prompt for want of another.

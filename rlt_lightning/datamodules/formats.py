@@ -68,7 +68,7 @@ class ChatFormat:
     Teacher: chat(system, question) + <solution> + <explanation> … </explanation>
     Student: chat(system, question) + <thought> … </thought> + <solution>
 
-    With `thinks` there is no teacher: the student's own thought stands where an explanation does.
+    With `thinks` there is no teacher: the student's thought stands where an explanation does.
 
     Control tokens that question, solution or trace spell are read as text; see `control_tokens.py`.
 
@@ -79,8 +79,8 @@ class ChatFormat:
     Args:
         tokenizer: Fast tokenizer with a chat template.
         tags: "stratos", "r1" or a TagStyle.
-        teacher_system_prompt: None for our own. The empty string means no system message at all; some
-            templates, such as Qwen2.5's, then insert their own.
+        teacher_system_prompt: None for ours. The empty string means no system message at all; some
+            templates, such as Qwen2.5's, then insert theirs.
         student_system_prompt: The same, for rows without a system prompt.
         student_tags: The tags of a student that was trained with others than the teacher; None: the same.
         fills: Whether tags replace their names, such as {thought_open}, in the given prompts.
@@ -90,6 +90,9 @@ class ChatFormat:
         InputError: If the tokenizer is slow, merges the separator with the text after it, or has no chat
             template that can hold these prompts.
     """
+
+    # The format of a student with another tokenizer.
+    student: ChatFormat | None = None
 
     def __init__(
         self,
@@ -216,6 +219,10 @@ class ChatFormat:
             columns=columns or {},
         )
 
+    def count_read_tokens(self, problem: Problem, completion: Completion) -> int:
+        """Return how many tokens the student reads of a completion."""
+        return len(completion.token_ids)
+
     def render_teacher_chat(self, question: str) -> str:
         """Render the teacher's conversation up to the assistant's text."""
         return self.render(self.teacher_system_prompt, question)
@@ -279,7 +286,7 @@ class ChatFormat:
         return Rollout(problem, completion, text, closed, view)
 
     def build_student_rollout(self, problem: Problem, completion: Completion) -> Rollout:
-        """Attach a student's own answer, tags included, to its problem."""
+        """Attach a student's answer, tags included, to its problem."""
         closed = completion.finish_reason == "eos"
         body = completion.token_ids[:-1] if closed else completion.token_ids
         text = decode(self.tokenizer, body).strip()

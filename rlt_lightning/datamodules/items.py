@@ -66,7 +66,7 @@ class ItemMaker(ABC):
     # What a stage says of its rows
 
     def choose_format(self, model: str) -> ChosenFormat:
-        """Choose the format; of a student that is trained, its own."""
+        """Choose the format; of a student that is trained, the student's."""
         return choose_format(self.format_options, None, model)
 
     def load_format(self) -> None:
@@ -136,7 +136,7 @@ class ItemMaker(ABC):
         require_length(BadRowReason.PROMPT_TOO_LONG, length, self.max_prompt_length)
 
     def find_row_prompt(self, row: ParsedRow) -> str | None:
-        """Return the row's own system prompt; None if it does not count."""
+        """Return the row's system prompt; None if it does not count."""
         return row.system if self.chosen.keeps_row_prompts else None
 
     def make_items(self, rows: Iterable[NumberedRow], report: BadRowReport) -> Iterator[dict[str, Any]]:

@@ -79,7 +79,7 @@ class ParsedRow:
     solution: str  # the text between the solution tags, surrounding newlines included
     traces: dict[str, str]  # by column, the text between the thought tags; '' without text
     completion: str | None  # raw generated text of a teacher
-    system: str | None  # the row's own system prompt for the student
+    system: str | None  # the row's system prompt for the student
 
 
 def find_missing_columns(

@@ -277,7 +277,7 @@ class TextRows:
 
 
 def parse_float(text: str) -> float | str:
-    """Return a number, or its text where a float has none: Python's own reader makes infinity of 1e400."""
+    """Return a number, or its text where a float has none: Python's reader makes infinity of 1e400."""
     value = float(text)
     return text if math.isinf(value) else value
 

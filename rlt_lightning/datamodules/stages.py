@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Literal
 
 from typing_extensions import override
 
-from rlt_lightning.datamodules.cross_tokenizer import CrossTokenizerFormat, load_tokenizers
+from rlt_lightning.datamodules.cross_tokenizer import load_tokenizers
 from rlt_lightning.datamodules.format_choice import ChosenFormat, choose_format, require_model
 from rlt_lightning.datamodules.items import longest_sequence, require_length
 from rlt_lightning.datamodules.rows import (
@@ -222,10 +222,8 @@ class ScoringData(ReadData):
             completion = self.format.completion_from_text(problem, row.completion)
         else:
             completion = self.format.completion_from_trace(problem, row.traces[name])
-        num_tokens = num_read = len(completion.token_ids)
-        if isinstance(self.format, CrossTokenizerFormat):
-            num_read = self.format.count_read_tokens(problem, completion)
-        length = longest_sequence(problem, num_tokens, num_read)
+        num_read = self.format.count_read_tokens(problem, completion)
+        length = longest_sequence(problem, len(completion.token_ids), num_read)
         require_length(BadRowReason.TOO_LONG, length, self.max_length)
         return replace(problem, given_completion=completion)
 

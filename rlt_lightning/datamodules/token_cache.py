@@ -27,7 +27,6 @@ import xxhash
 from numpy.typing import NDArray
 
 from rlt_lightning.datamodules.bad_rows import BadRowReport
-from rlt_lightning.datamodules.cross_tokenizer import CrossTokenizerFormat
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.datamodules.sources import shorten_error
 from rlt_lightning.models.embedded import cache_folder
@@ -219,8 +218,8 @@ class StoredItems(Sequence[Item]):
 
     def find_largest(self, *names: str) -> int:
         """Return the largest token id in some columns of the table."""
-        found = [pc.max(pc.list_flatten(self.table[name])).as_py() for name in names]
-        return max((number for number in found if number is not None), default=0)
+        largest = [pc.max(pc.list_flatten(self.table[name])).as_py() for name in names]
+        return max((number for number in largest if number is not None), default=0)
 
     def sum_columns(self, *names: str) -> NDArray[Any]:
         """Return the sum of columns of numbers, or of the lengths of token ids, by item."""
@@ -283,7 +282,5 @@ def describe_format(chat_format: ChatFormat) -> dict[str, Any]:
         "tags": asdict(chat_format.tags),
         "student_tags": asdict(chat_format.student_tags),
         "prompts": [chat_format.teacher_system_prompt, chat_format.student_system_prompt],
-        "student": describe_format(chat_format.student)
-        if isinstance(chat_format, CrossTokenizerFormat)
-        else None,
+        "student": chat_format.student and describe_format(chat_format.student),
     }

@@ -38,7 +38,7 @@ class TeacherViews:
         student: The format of the trained student.
         teacher: The same format for the teacher's tokenizer; the same object if that is the student's.
         view: "explanation": what an RLT teacher sees, question and solution, and it judges the student's
-            thought as its own explanation. "hint": the student's own chat with the solution in the question,
+            thought as its own explanation. "hint": the student's chat with the solution in the question,
             and it judges the whole turn.
     """
 
@@ -88,8 +88,8 @@ class TeacherViews:
             # A tokenizer that is not the teacher's has no token for its end of a turn.
             end = len(ids) if self.byte_tokenizers is None else num_body
             view = self._build_view(problem, completion, 0, end, closes=False)
-        elif (found := find_thought(self.student, ids[:num_body])) is not None:
-            view = self._build_view(problem, completion, *found)
+        elif (thought := find_thought(self.student, ids[:num_body])) is not None:
+            view = self._build_view(problem, completion, *thought)
         else:
             return rollout
         return replace(rollout, view=view)
@@ -147,15 +147,15 @@ def find_thought(chat_format: ChatFormat, ids: list[int]) -> tuple[int, int, boo
 def exchange_end(ids: list[int], closing: tuple[int, int]) -> list[int]:
     """Return a thought as the teacher reads it, up to the token that begins a closing tag, of either model.
 
-    Both tags mean the same, and each model reads its own. If the student samples the teacher's, it is judged
-    by the teacher's log-prob of the student's. A tag that is spelled in other tokens is read as it is.
+    Both tags mean the same, and each model reads one. If the student samples the teacher's, it is judged by
+    the teacher's log-prob of the student's. A tag that is spelled in other tokens is read as it is.
     """
     student, teacher = closing
     if student == teacher:
         return ids
-    other = {student: teacher, teacher: student}
-    end = next((i for i, word in enumerate(ids) if word in other), len(ids))
-    return ids[:end] + [other[word] for word in ids[end : end + 1]]
+    exchanged = {student: teacher, teacher: student}
+    end = next((i for i, word in enumerate(ids) if word in exchanged), len(ids))
+    return ids[:end] + [exchanged[word] for word in ids[end : end + 1]]
 
 
 def find_closing_tokens(chat_format: ChatFormat) -> tuple[int, int] | None:
@@ -164,7 +164,7 @@ def find_closing_tokens(chat_format: ChatFormat) -> tuple[int, int] | None:
     Returns:
         None if a separator's token holds the start of a tag, or the separators differ.
     """
-    tags, student_tags, found = chat_format.tags, chat_format.student_tags, []
+    tags, student_tags, tokens = chat_format.tags, chat_format.student_tags, []
     if tags.separator != student_tags.separator:
         return None
     after = student_tags.thought_close + BLOCK_BREAK + student_tags.solution_open + student_tags.separator
@@ -175,5 +175,5 @@ def find_closing_tokens(chat_format: ChatFormat) -> tuple[int, int] | None:
         first = encode_pieces(chat_format.tokenizer, [SENTINEL + student_tags.separator, text])[1][0]
         if not decode(chat_format.tokenizer, [first]).startswith(closing[0]):
             return None
-        found.append(first)
-    return found[0], found[1]
+        tokens.append(first)
+    return tokens[0], tokens[1]

@@ -144,7 +144,7 @@ class Placement(Enum):
     SHARED_WEIGHTS: every rank has one, which samples its part with the trainer's own model, and so with the
         weights that are trained.
     PER_RANK: every rank has one, which samples its part with a copy of the weights. All ranks push together,
-        as soon as one of them needs it where weights are in shards, and each verifies its own copy.
+        as soon as one of them needs it where weights are in shards, and each verifies its copy.
     SERVER: one engine elsewhere samples for all ranks with copies of the weights. Only rank 0 talks to it, so
         all ranks get what rank 0 got, also an error.
     """
@@ -176,7 +176,7 @@ class Engine(ABC):
         """Get ready to serve; safe to call twice.
 
         Args:
-            model: The trainer's teacher; None where workers serve weights of their own (NoPush).
+            model: The trainer's teacher; None where nothing is pushed to workers (NoPush).
             tokenizer: Its tokenizer.
             folder: The run folder, for logs and other files that the engine writes.
         """
@@ -216,7 +216,7 @@ class Engine(ABC):
 
         Args:
             named_tensors: Pairs of name and tensor: the teacher's weights under the names of its files, with
-                a LoRA merged in. With SHARED_WEIGHTS, the model's own parameters. Any other engine must take
+                a LoRA merged in. With SHARED_WEIGHTS, the model's parameters. Any other engine must take
                 the tensors from `models.weights.gather_in_groups(named_tensors, group_bytes)`, which yields
                 lists of whole tensors in this order, without the names. It must iterate to the end even if
                 sending fails: the other ranks wait at every group. It must send a group to its end before it

@@ -92,7 +92,7 @@ class WorkerClient:
         url: Address of the server, such as http://127.0.0.1:8000.
         model: The name that it serves; None: the first that it lists.
         api_key: Sent as a bearer token, if any.
-        keeps_weights: Whether it serves weights of its own, and may lack the routes of VLLM_SERVER_DEV_MODE.
+        keeps_weights: Whether nobody pushes to it, and it may lack the routes of VLLM_SERVER_DEV_MODE.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class WorkerClient:
         self.keeps_weights = keeps_weights
         self.num_ranks = 1  # model workers behind the server
         self.dtype = "float32"  # of its weights
-        # Whether a worker with weights of its own reports log-probs at the sampling temperature.
+        # Whether a worker that nobody pushes to reports log-probs at the sampling temperature.
         self.exact = False
 
     async def call(self, method: str, path: str, body: JSON | None, deadline_s: float) -> JSON:
@@ -155,7 +155,7 @@ class WorkerClient:
     async def probe(self, deadline_s: float) -> str | None:
         """Ask server, engine and model workers for a sign of life; return the version of their weights.
 
-        A worker with weights of its own is asked only for its health. It does not tell a version, so None is
+        A worker that nobody pushes to is asked only for its health. It does not tell a version, so None is
         returned.
         """
         if self.keeps_weights:
@@ -187,7 +187,7 @@ class WorkerClient:
     async def describe(self, deadline_s: float, sleeps: bool = False) -> None:
         """Ask for the number of model workers (tensor, pipeline and data parallel) and the data type.
 
-        A worker with weights of its own does not tell; it is asked what its log-probs are.
+        A worker that nobody pushes to does not tell; it is asked what its log-probs are.
 
         Raises:
             WorkerError: Also if the worker is to sleep, but would keep its memory.

@@ -80,7 +80,7 @@ class Fleet:
         self.model = ""  # what launched workers load, and where their logs are
         self.logs = Path()
         self.started = False
-        self.without_trainer = False  # whether there are no weights but the workers' own
+        self.without_trainer = False  # whether only the workers have weights
         self.up = False  # whether all workers answer
         self.pushed = -1  # policy version of the last push
         self.policy_version = -1  # of the weights that all workers hold; -1: a push is needed

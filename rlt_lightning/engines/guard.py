@@ -15,7 +15,7 @@ GRACE_S = 5.0  # between SIGTERM and SIGKILL
 
 
 def main() -> None:
-    """Start the command in this process's own group, and end with it."""
+    """Start the command in this process's group, and end with it."""
     signal.signal(signal.SIGTERM, lambda *_: None)  # the command gets it, the guard stays to see it end
     child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
     threading.Thread(target=stop_when_orphaned, args=(child,), daemon=True).start()

@@ -43,7 +43,7 @@ class HFEngine(Engine):
     A prompt's keys and values are computed once and shared by its group. A GPU idles most of the time, since
     it waits for the host once per token, so vLLM samples there.
 
-    Every completion draws from its own seeded stream by inverting the cumulative distribution, so a
+    Every completion draws from a stream with its seed by inverting the cumulative distribution, so a
     completion does not depend on its neighbours in the batch, on the number of ranks, or on the random state
     of the process.
 
@@ -76,7 +76,7 @@ class HFEngine(Engine):
         self.run, self.on_any_rank = run, on_any_rank
 
     def update_weights(self, named_tensors: list[NamedTensor], policy_version: int) -> None:
-        """Take note of the step: the weights are the model's own."""
+        """Take note of the step: the weights are the model's."""
         self.policy_version = policy_version
 
     def verify(self, token_ids: list[int], log_probs: dict[int, list[float]]) -> None:
@@ -117,7 +117,7 @@ class HFEngine(Engine):
         return self.run(lambda model: model(**inputs))
 
     def _continues(self, active: bool) -> bool:
-        """Return whether this rank runs the model for its own completions.
+        """Return whether this rank runs the model for its completions.
 
         With sharded weights a finished rank keeps calling the model until every rank has finished.
         """
@@ -153,7 +153,7 @@ class Draft:
     """A completion while it is being sampled."""
 
     group: Group
-    uniforms: Sequence[float]  # in [0, 1): the row's own random numbers, one for each token
+    uniforms: Sequence[float]  # in [0, 1): the row's random numbers, one for each token
     seed: int
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Start `vllm serve` as a child process, on GPUs of its own, and stop it on every exit path.
+"""Start `vllm serve` as a child process, on its GPUs, and stop it on every exit path.
 
     this process ──── start_server ────────▶ guard.py ───▶ vllm serve ───▶ its model workers
          └── a pipe, closed when this process ends ──▶ guard ends them all
@@ -135,7 +135,7 @@ def start_server(command: list[str], environment: dict[str, str], log: Path) -> 
         # vLLM imports FlashInfer if its sampler is on, and ends where it is missing; with a seed for each
         # request it never samples by it.
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        # vLLM's own groups listen on the machine's address otherwise, whatever --host says.
+        # vLLM's groups listen on the machine's address otherwise, whatever --host says.
         "VLLM_HOST_IP": LOOPBACK,
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
     }

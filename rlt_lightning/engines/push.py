@@ -4,7 +4,7 @@
     ├── BucketPush       fills one buffer again and again; all workers load what is in it
     │   ├── IPCPush      shares the buffer with the workers of this machine
     │   └── GlooPush     broadcasts it over TCP
-    └── NoPush           nothing: workers have weights of their own
+    └── NoPush           nothing: workers keep the weights they loaded
 
 Sharded weights are gathered a bucket at a time. Each ═ is a collective of the trainer's ranks. None stands
 between the first and the last part of a send: the other ranks would wait in it for rank 0, which waits for
@@ -108,7 +108,7 @@ class WeightPush(ABC):
 
 
 class NoPush(WeightPush):
-    """Push nothing: workers serve weights of their own, and may be any `vllm serve FOLDER`.
+    """Push nothing: workers serve the weights they loaded, and may be any `vllm serve FOLDER`.
 
     For evaluation and generation with a trained model. Workers are asked only what every vLLM server
     answers. If there is a trainer, its weights are compared with theirs as after any push.

@@ -17,8 +17,8 @@ model's layers call `update` as they call transformers' caches; the attention th
     unpadded   transformers' cache; only prompts of one length together
     uncached   no cache: every token runs its whole row
 
-A new token attends to its row's own tokens and to the prompt. The queries of all rows that continue a prompt
-read it together, as rows of one product; the result is merged with the attention to each row's own tokens by
+A new token attends to the tokens of its row and to the prompt. The queries of all rows that continue a prompt
+read it together, as rows of one product; the result is merged with the attention to the tokens of each row by
 their log-sum-exps.
 """
 
@@ -514,10 +514,10 @@ class SlotCache:
         row_keys, row_values = (t[:rows, :, : step.used] for t in self.row_slots[layer])
         keys, values = (t[:prompts, :, :longest] for t in self.prompt_slots[layer])
         query = cast_to_autocast(query)[:, :, 0]
-        found = decode_attention(
+        attended = decode_attention(
             query, (row_keys, row_values, step.bias), (keys, values, step.prompts), scale
         )
-        return found.unsqueeze(1)
+        return attended.unsqueeze(1)
 
 
 def cast_to_autocast(states: Tensor) -> Tensor:
@@ -572,12 +572,12 @@ def decode_attention(
     output, lse = attend(query, keys, values, bias, scale)
     keys, values, prompts = of_prompts
     asked = group_by_prompt(query, prompts, len(keys))  # (P, B, members * A / B, D)
-    found, found_lse = attend(asked, keys, values, prompts.bias, scale)
+    attended, attended_lse = attend(asked, keys, values, prompts.bias, scale)
     merge_(
         output,
         lse,
-        split_by_row(found, prompts),
-        split_by_row(found_lse.unsqueeze(-1), prompts)[..., 0],
+        split_by_row(attended, prompts),
+        split_by_row(attended_lse.unsqueeze(-1), prompts)[..., 0],
     )
     return output.reshape(rows, -1, output.shape[-1])
 
@@ -589,9 +589,9 @@ def group_by_prompt(query: Tensor, prompts: Prompts, num_prompts: int) -> Tensor
     return grouped.transpose(1, 2).flatten(2, 3)
 
 
-def split_by_row(found: Tensor, prompts: Prompts) -> Tensor:
+def split_by_row(attended: Tensor, prompts: Prompts) -> Tensor:
     """Undo `group_by_prompt`: (P, B, members * r, D) -> (n, B, r, D)."""
-    return found.unflatten(2, (prompts.members, -1)).transpose(1, 2).flatten(0, 1)[prompts.indices]
+    return attended.unflatten(2, (prompts.members, -1)).transpose(1, 2).flatten(0, 1)[prompts.indices]
 
 
 def attend(
@@ -603,10 +603,10 @@ def attend(
     """
     if query.device.type == "cpu" and key.shape[-1] == value.shape[-1]:
         mask = None if bias is None else bias.expand(-1, -1, query.shape[2], -1)
-        found, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        attended, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, False, attn_mask=mask, scale=scale
         )
-        return found, lse
+        return attended, lse
     scores = (query @ key.transpose(2, 3)).float() * scale  # (N, B, r, L)
     if bias is not None:
         scores = scores + bias

@@ -90,7 +90,7 @@ class VLLMEngine(Engine):
     ) -> None:
         on_gpus = launch is not None and torch.cuda.is_available()
         self.push = push or (IPCPush() if on_gpus else GlooPush())
-        self.keeps_weights = self.push.backend is None  # workers serve weights of their own
+        self.keeps_weights = self.push.backend is None  # workers keep the weights they loaded
         if self.keeps_weights and sleep:
             raise InputError(
                 "The engine's sleep needs workers that are pushed weights, but its push is NoPush. Set sleep "
@@ -151,7 +151,7 @@ class VLLMEngine(Engine):
     def start(self, model: Any, tokenizer: Any, folder: Path) -> None:
         """Start the workers that are to be launched, and wait until every worker answers.
 
-        With NoPush, `model` may be None. Completions then end where the worker's own model ends them, and
+        With NoPush, `model` may be None. Completions then end where the worker's model ends them, and
         carry log-probs only from a worker that reports those of sampling.
         """
         if self.fleet.started:
@@ -179,7 +179,7 @@ class VLLMEngine(Engine):
             raise
 
     def _serve_without_trainer(self) -> None:
-        """Get ready to take the workers' own weights as they are."""
+        """Get ready to take the workers' weights as they are."""
         assert self.keeps_weights
         self.fleet.without_trainer = True
         # The worker's model may end with another special token than the tokenizer's, and its vocabulary be
@@ -231,7 +231,7 @@ class VLLMEngine(Engine):
         for request in requests:
             limit = request.limit(sampling)
             require_context(len(request.prompt) + limit, self.max_model_len)
-            one = replace(sampling, max_completion_length=limit)
+            limited = replace(sampling, max_completion_length=limit)
             group = range(first, first + request.num_completions)
             first = group.stop
             # Greedy completions are all alike, and vLLM refuses several.
@@ -241,7 +241,7 @@ class VLLMEngine(Engine):
                 calls.append(
                     CompletionRequest(
                         prompt=request.prompt,
-                        sampling=one,
+                        sampling=limited,
                         watcher=watcher,
                         end_token_ids=self.end_token_ids,
                         num_ids=self.num_ids,

@@ -19,7 +19,7 @@ import torch
 from rlt_lightning.types import InputError
 
 # Pretrained by research/make_miniature.py on last-digit chains, 184,000 parameters; miniature-teacher is the
-# miniature after its warm-up. Named chains have a teacher and a student of their own, of 200,000 parameters.
+# miniature after its warm-up. The teacher and student of named chains have 200,000 parameters.
 MINIATURES = {
     name: Path(__file__).parent / "miniatures" / name
     for name in ("miniature", "miniature-teacher", "named-chains-teacher", "named-chains-student")
@@ -64,7 +64,7 @@ def find_file(name: str, file_name: str) -> Path | None:
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Silence transformers' progress bars inside the block: the run shows its own bar."""
+    """Silence transformers' progress bars inside the block: the run shows a bar."""
     from transformers.utils import logging as transformers_log
 
     was_enabled = transformers_log.is_progress_bar_enabled()

@@ -1,4 +1,4 @@
-"""Convert weights between a model's parameters and its files, by transformers' own mapping.
+"""Convert weights between a model's parameters and its files, by transformers' mapping.
 
 When transformers loads a model, it renames, joins and splits weights. Files, and the workers that load them,
 keep the original names and shapes:

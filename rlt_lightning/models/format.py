@@ -3,8 +3,8 @@
 `rlt_format.json` says what the model reads and writes. The folder's chat template has the same system prompt
 as its default, so that a server and `apply_chat_template` give the trained format to a question without one:
 
-    [user]          → [system: the trained prompt, user] → the model's own template
-    [system, user]  ─────────────────────────────────────→ the model's own template
+    [user]          → [system: the trained prompt, user] → the model's template
+    [system, user]  ─────────────────────────────────────→ the model's template
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class Kernels:
 def find_failure(function: Callable[[], str | None]) -> str | None:
     """Return the fault that a check finds, or the error that it raises.
 
-    Libraries of kernels and compilers have error classes of their own, so every class counts.
+    Each library of kernels and each compiler has other error classes, so every class counts.
     """
     try:
         return function()
@@ -287,13 +287,13 @@ def compiled_head_fault(
             head = Head(inputs[1])
             log_probs, entropy = linear_log_probs(inputs[0], head, targets, 1, compiled, with_entropy=True)
             assert entropy is not None
-            found = [log_probs, entropy, *torch.autograd.grad(log_probs.sum(), inputs)]
+            computed = [log_probs, entropy, *torch.autograd.grad(log_probs.sum(), inputs)]
             # The other model's vocabulary is smaller, and its states are others.
-            other = inputs[0].flip(0), Head(inputs[1][:2800])
+            teacher = inputs[0].flip(0), Head(inputs[1][:2800])
             if divergence is not None:
-                values = linear_divergence(inputs[0], head, *other, divergence, 1, compiled)
-                found += [values, *torch.autograd.grad(values.sum(), inputs)]
-            return found
+                values = linear_divergence(inputs[0], head, *teacher, divergence, 1, compiled)
+                computed += [values, *torch.autograd.grad(values.sum(), inputs)]
+            return computed
 
     return find_difference(results(True), results(False), 1e-2)
 

@@ -58,11 +58,11 @@ def load_tokenizer(name: str, trust_remote_code: bool = False, chat_template: An
 
     with naming_choices("tokenizer", name):
         tokenizer = AutoTokenizer.from_pretrained(resolve(name), trust_remote_code=trust_remote_code)
-        # Every other class makes its own normalizer and pre-tokenizer, whatever tokenizer.json says.
+        # Every other class makes a normalizer and pre-tokenizer, whatever tokenizer.json says.
         if type(tokenizer) is not PreTrainedTokenizerFast and find_file(name, "tokenizer.json"):
-            as_in_file = PreTrainedTokenizerFast.from_pretrained(resolve(name))
-            if not (tokenizer.is_fast and reads_alike(tokenizer, as_in_file)):
-                tokenizer = as_in_file
+            plain = PreTrainedTokenizerFast.from_pretrained(resolve(name))
+            if not (tokenizer.is_fast and reads_alike(tokenizer, plain)):
+                tokenizer = plain
     if chat_template is not None:
         tokenizer.chat_template = chat_template
         return tokenizer
@@ -71,20 +71,20 @@ def load_tokenizer(name: str, trust_remote_code: bool = False, chat_template: An
             f"The tokenizer of '{name}' must have a chat template, but has none. Use an instruction-tuned "
             "model, or put a chat_template.jinja into its folder."
         )
-    # Our own prompts say whether there is a system message; see `models.format`.
+    # Our prompts say whether there is a system message; see `models.format`.
     tokenizer.chat_template = fix_date(without_default_system(tokenizer.chat_template), name)
     return tokenizer
 
 
-def reads_alike(tokenizer: Any, other: Any) -> bool:
+def reads_alike(tokenizer: Any, plain: Any) -> bool:
     """Return whether two tokenizers read `PROBE`, words of the vocabulary and the added tokens alike."""
-    words = other.batch_decode([[token_id] for token_id in range(0, len(other), len(other) // 500 + 1)])
-    texts = [PROBE, "\n".join(words), "x".join(other.get_added_vocab())]
+    words = plain.batch_decode([[token_id] for token_id in range(0, len(plain), len(plain) // 500 + 1)])
+    texts = [PROBE, "\n".join(words), "x".join(plain.get_added_vocab())]
     ids, others = (
-        [one(texts, add_special_tokens=adds, verbose=False)["input_ids"] for adds in (False, True)]
-        for one in (tokenizer, other)
+        [reader(texts, add_special_tokens=adds, verbose=False)["input_ids"] for adds in (False, True)]
+        for reader in (tokenizer, plain)
     )
-    return bool(ids == others and tokenizer.decode(ids[0][0]) == other.decode(ids[0][0]))
+    return bool(ids == others and tokenizer.decode(ids[0][0]) == plain.decode(ids[0][0]))
 
 
 def load_format(name: str) -> ModelFormat | None:

@@ -223,9 +223,9 @@ def disable_dropout(model: nn.Module) -> None:
 
 
 def verify_layout(run: Callable[..., Any], name: str, wanted: Layout) -> Layout:
-    """Return a layout in which this model's packed log-probs equal its own, one by one.
+    """Return a layout in which this model's packed log-probs equal those without packing, one by one.
 
-    Only our attention shares a row between sequences. "single", by the model's own attention, works for every
+    Only our attention shares a row between sequences. "single", by the model's attention, works for every
     model: if the wanted layout does not, this warns and returns "single".
 
     Args:
@@ -263,7 +263,7 @@ def verify_layout(run: Callable[..., Any], name: str, wanted: Layout) -> Layout:
 
 
 def list_own_attentions(model: Any) -> list[str]:
-    """Return the names of the model's own attentions that compute any mask, the fastest first."""
+    """Return the names of the model's attentions that compute any mask, the fastest first."""
     return ["sdpa", "eager"] if supports_sdpa(type(model)) else ["eager"]
 
 
@@ -321,7 +321,7 @@ def list_rope_parameters(config: Any) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def layout_fault(model: Any, layout: Layout) -> str | None:
-    """Compare log-probs in this layout with the model's own on random tokens; return the fault, or None."""
+    """Compare log-probs of random tokens in this layout and one by one; return the fault, or None."""
     generator = torch.Generator().manual_seed(0)
     num_words = min(1000, model.config.get_text_config().vocab_size)
     device = next(model.parameters()).device
@@ -376,7 +376,7 @@ def layout_fault(model: Any, layout: Layout) -> str | None:
 def find_difference(differences: dict[str, Tensor], exact: bool) -> str | None:
     """Return the first difference that is no rounding, or None.
 
-    In half precision single log-probs differ by rounding, most where the model's own head rounds, so means
+    In half precision single log-probs differ by rounding, most where the model's head rounds, so means
     are compared. How much a model rounds shows in `plain`, whose two sides compute the same in two ways;
     `packed` may be rounded as much, up to 0.1 nats: a wrong prefix shows only there. Rounding does not show
     in `neighbour`: only a leak between sequences changes it.

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from rlt_lightning.models.weights import Deferred
 from rlt_lightning.types import InputError, missing_package
 
-# Weights that share a scale, and scales that share a scale of their own.
+# Weights that share a scale, and scales that share a scale.
 NF4_BLOCK, SCALE_BLOCK = 64, 256
 # Per layer, in fp32: the 16 values of a code, the 256 of a scale's code, and the mean of the scales.
 NF4_TABLES = 4 * (16 + 256 + 1)

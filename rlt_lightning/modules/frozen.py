@@ -20,7 +20,7 @@ class Model:
 
     Args:
         run: Calls the model.
-        model: The model, if its weights are of its own and nobody trains them; None: the trained model's.
+        model: The model, if its weights are not the trained model's; None: if they are.
         offload: Keep the weights in host memory, pinned for a GPU, and on the device only inside `loaded_on`.
         is_policy: Whether it is the trained model, with or without its adapter: its head is the policy's.
     """
@@ -36,7 +36,7 @@ class Model:
 
     @classmethod
     def frozen(cls, entry: ModelEntry, offload: bool = False) -> Self:
-        """Return a model with weights of its own, which nobody trains."""
+        """Return a model whose weights nobody trains."""
         return cls(entry, entry.model.eval().requires_grad_(False), offload)
 
     def place(self, device: torch.device, sharding: WeightLayout) -> None:

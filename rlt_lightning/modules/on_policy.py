@@ -67,7 +67,7 @@ class OnPolicyModule(PolicyModule):
 
     @property
     def reference_moves(self) -> bool:
-        """Return whether a callback moves the reference, which then needs its own weights even for a LoRA."""
+        """Return whether a callback moves the reference, which is then a copy even beside a LoRA."""
         return bool(ask_callbacks(self.trainer, "moves_reference"))
 
     @property

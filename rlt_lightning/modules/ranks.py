@@ -54,7 +54,7 @@ class Ranks:
         return numbers.tolist()
 
     def sum_tensor(self, values: Tensor) -> Tensor:
-        """Return the sum of a tensor; Lightning's own sum would also wait at a barrier."""
+        """Return the sum of a tensor; Lightning's sum would also wait at a barrier."""
         values = upload(values, self.device)
         if self.world_size > 1:
             torch.distributed.all_reduce(values)

@@ -91,7 +91,7 @@ class RLTModule(OnPolicyModule):
             with an optimizer step on each. `global_step` and schedules count iterations.
         num_epochs: How often an iteration learns from each of them. From the second update on, the ratio in
             the loss, to the policy at the start of the iteration, is not 1.
-        answer_weight: Weight of the answer term, the gradient of the solution's own score, where the policy
+        answer_weight: Weight of the answer term, the gradient of the solution's score, where the policy
             is the student (`AnswerTerm`); None: 1 if the reward has the term, else 0. The term has neither
             advantages nor importance weights: for a control by ShuffledAdvantages set it to 0.
         options: Those of `OnPolicyModule` and `PolicyModule`, such as optimizer, dtype and lora.
@@ -208,7 +208,7 @@ class RLTModule(OnPolicyModule):
 
     @property
     def frozen_names(self) -> tuple[str, ...]:
-        """Return the name of the student, if it has weights of its own."""
+        """Return the name of the student, unless it is the policy or the reference."""
         return self.student.frozen_names
 
     def list_readers(self) -> list[tuple[str, str, tuple[str, ...]]]:

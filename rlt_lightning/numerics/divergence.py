@@ -154,7 +154,7 @@ def divergence(
 ) -> Tensor:
     """Return how far each of the student's next-token distributions is from the teacher's.
 
-    Each side is normalised over its own V columns. Where V_S and V_T differ the sums run over the first
+    Each side is normalised over its V columns. Where V_S and V_T differ the sums run over the first
     min(V_S, V_T) columns: models of one tokenizer pad their embeddings to different sizes, and those rows
     are no tokens.
 

@@ -62,7 +62,7 @@ class PolicyLoss(ABC):
         Args:
             log_probs: The policy's, the only term with gradient, (N, T), nats. Padding may hold anything, as
                 in all others of (N, T).
-            advantages: (N,), or (N, T) if tokens have their own.
+            advantages: (N,), or (N, T) if each token has one.
             token_mask: True on completion tokens, (N, T). A row without any adds 0.
             old_log_probs: The sampling policy's, (N, T), nats. None: it is the policy itself, ratio 1.
             ref_log_probs: The reference's, (N, T), nats. None only if `kl_coef` is 0.

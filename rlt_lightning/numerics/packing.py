@@ -50,7 +50,7 @@ class MicroBatch:
     """Indices of sequences that go through the model in one row, in families that share their prefix.
 
     Example:
-        `MicroBatch(((0, 1), (4,)), num_tokens=90)`: 0 and 1 share a prefix, 4 has its own.
+        `MicroBatch(((0, 1), (4,)), num_tokens=90)`: 0 and 1 share a prefix, 4 has another.
     """
 
     families: tuple[tuple[int, ...], ...]

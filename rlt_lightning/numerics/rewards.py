@@ -80,9 +80,9 @@ def require_reduction(name: str, value: str) -> None:
     require_option(name, value, value in known, f"one of {', '.join(known)}")
 
 
-def choose_remedy(maker: object) -> str:
+def choose_remedy(source: object) -> str:
     """Return the remedy for an object that computes NaN or an infinity from finite log-probs."""
-    kind = type(maker)
+    kind = type(source)
     if kind.__module__.startswith("rlt_lightning."):
         return DIVERGED
     return f"The log-probs are finite: correct {kind.__name__}, which may take the log of 0, or divide by 0."

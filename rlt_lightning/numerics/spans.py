@@ -5,7 +5,7 @@
     spans        The│ cat│ costs│ 123  │45│ €
 
 A span ends where a token ends in both. By the chain rule its log-probability under a model is the sum over
-the model's own tokens, so that two models with different tokens can be compared span by span.
+the model's tokens, so that two models with different tokens can be compared span by span.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ def upload(values: Any, device: torch.device | str | None = None, dtype: torch.d
     Args:
         values: Numbers as `torch.tensor` takes them, or a tensor.
         device: None: main memory.
-        dtype: The type of the numbers; a tensor keeps its own.
+        dtype: The type of the numbers; a tensor keeps its type.
     """
     # Within Lightning's configure_model the default device is the GPU.
     tensor = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype, device="cpu")
@@ -32,7 +32,7 @@ def upload(values: Any, device: torch.device | str | None = None, dtype: torch.d
 def download(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return copies of tensors of one type in main memory; the host waits once.
 
-    Each has memory of its own, so that no more is sent to another process than it holds.
+    None shares memory, so that no more is sent to another process than it holds.
     """
     if not tensors:
         return []

@@ -1,6 +1,6 @@
 """Variable-length flash attention on an NVIDIA GPU: all ranges of a part in one launch.
 
-PyTorch's own kernels and those of the package flash-attn have the same interface: tokens of all ranges one
+PyTorch's kernels and those of the package flash-attn have the same interface: tokens of all ranges one
 after another, and the cumulative lengths of the ranges. What differs is in `PackedKernel`'s two subclasses.
 """
 
@@ -82,7 +82,7 @@ class PackedKernel(ABC):
 
 
 class TorchKernel(PackedKernel):
-    """PyTorch's own kernels."""
+    """PyTorch's kernels."""
 
     name = "PyTorch's variable-length flash attention"
 

@@ -8,7 +8,6 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from rlt_lightning.datamodules.cross_tokenizer import CrossTokenizerFormat
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.numerics.spans import span_kl
 from rlt_lightning.rewards.base import KLOptions, Reward
@@ -145,7 +144,7 @@ def require_scorable(reward: Reward, student: Student) -> None:
             "model.reward.kl_weight must be 0 where model.student is policy: the KL of a thought "
             "from itself is 0. Set it to 0, or model.student to reference or a model."
         )
-    if student.name is None or not isinstance(student.format, CrossTokenizerFormat):
+    if student.name is None or student.format.student is None:
         return
     if kl_options is not None and kl_options.kl_estimator == "exact":
         raise InputError(

@@ -316,7 +316,7 @@ class VeriFreeReward(LikelihoodReward):
         return total.exp().masked_fill(~scores.closed, 0.0)
 
     def score_format(self, scores: SolutionScores) -> Tensor:
-        """Return 0: the format has no term of its own."""
+        """Return 0: the format has no term."""
         return torch.zeros_like(scores.log_probs[:, 0])
 
 

@@ -47,5 +47,5 @@ class Student:
 
     @property
     def frozen_names(self) -> tuple[str, ...]:
-        """Return its name if it has weights of its own; the policy and its reference have none."""
+        """Return its name, unless it is the policy or its reference."""
         return () if self.name is None or self.model in (POLICY, REFERENCE) else (self.name,)

@@ -6,7 +6,7 @@ collective: all ranks wait there.
     rank 0   update_weights ─▶ sample ─▶ its completions ═ all completions ─▶ score ─▶ update
     rank 1   update_weights ─▶ sample ─▶ its completions ═ all completions ─▶ score ─▶ update
 
-A server: rank 0 talks to it for all ranks. On GPUs of its own it leaves the trainer's idle while it
+A server: rank 0 talks to it for all ranks. On other GPUs it leaves the trainer's idle while it
 samples. So its completions come in several chunks, and each is scored at once.
 
     engine   ─── sample ─────────────────────────────────────────────┐
@@ -17,7 +17,7 @@ No weight moves before the last chunk is scored, so the rewards equal those of s
 rounding, since micro-batches differ. Why each wait ends:
 
     rank 0, for completions         the engine's thread puts a mark behind the last one, also after an error;
-                                    the engine returns or raises within its own deadlines
+                                    the engine returns or raises within its deadlines
     the others, for rank 0's chunk  rank 0 hands on the chunk or its exception; `deadline_s` bounds the rest
 """
 

@@ -116,7 +116,7 @@ class RolloutRequest:
         return Rollouts(rollouts, self.num_completions, self.policy_version, self.sampling.temperature)
 
     def count_tokens(self, number: int) -> tuple[int, int]:
-        """Return the tokens of a completion's prompt, and its own."""
+        """Return the tokens of a completion's prompt, and of the completion."""
         prompt = self.prompts[number // self.num_completions]
         return len(prompt), len(self.completions[number].token_ids)
 

@@ -178,7 +178,7 @@ class StepBatch:
     """Completions and their values; row `i` is completion `i % group_size` of its group.
 
     Example:
-        4 problems with 2 completions each on 2 ranks: rank 1 logs the rows 4 to 7, those of its own problems,
+        4 problems with 2 completions each on 2 ranks: rank 1 logs the rows 4 to 7, those of its problems,
         and may have the shard 0, 5, 7 if completion 0 is short.
 
     Attributes:
@@ -288,7 +288,7 @@ class StepBatch:
         return source.completion.token_ids if isinstance(source, Rollout) else source.token_ids
 
     def list_workers(self) -> list[str]:
-        """Return the workers that sampled, alike on every rank; '' for the trainer's own process."""
+        """Return the workers that sampled, alike on every rank; '' for the trainer's process."""
         requested = [source for source in self.sources if isinstance(source, tuple)]
         return sorted({request.completions[number].worker or "" for request, number in requested})
 
@@ -362,7 +362,7 @@ class StepBatch:
             self.measured = sorted({*self.measured, *rows})
 
     def share(self, sum_over_ranks: Callable[[Tensor], Tensor]) -> None:
-        """Let all ranks have the whole table: one sum over ranks, to which each brings its own rows.
+        """Let all ranks have the whole table: one sum over ranks, to which each brings its rows.
 
         Equal completions of a problem get the numbers of the first one: elsewhere in a packed row, or from
         the engine, the same tokens have log-probs that differ by rounding.

@@ -1,6 +1,6 @@
 """Bring the policy's weights from the ranks of a run to its engine, and verify that they arrived.
 
-An engine with SHARED_WEIGHTS uses the model's own parameters. With PER_RANK all ranks do what rank 0 does
+An engine with SHARED_WEIGHTS uses the model's parameters. With PER_RANK all ranks do what rank 0 does
 here. To a server, rank 0 pushes for all ranks; each ═ is a collective, where all ranks wait:
 
     rank 0   health ═ update_weights ═ verify
@@ -29,7 +29,7 @@ class Policy(Protocol):
 
     @property
     def policy(self) -> Any:
-        """Return the model, whose weights are pushed; None: workers serve weights of their own."""
+        """Return the model, whose weights are pushed; None: workers serve the weights they loaded."""
 
     @property
     def global_step(self) -> int:

@@ -38,7 +38,7 @@ class Interrupted(SIGTERMException):
 
 
 class Signals(_SignalConnector):
-    """Lightning's handlers, except that they only note a signal; its own wait for the other ranks.
+    """Lightning's handlers, except that they only note a signal; Lightning's wait for the other ranks.
 
     Attributes:
         noted: The signals that have come to this process since the last fit began.
@@ -62,7 +62,7 @@ class Signals(_SignalConnector):
         self._note(REQUEUE, "SLURM asks for a requeue: the run stops after this iteration.")
 
     def _note_ctrl_c(self, signum: Any, _: Any) -> None:
-        # The system's own handler ends even a process that is in the middle of a forward. In an interactive
+        # The system's handler ends even a process that is in the middle of a forward. In an interactive
         # session it would end the session.
         before = self._original_handlers[signal.SIGINT]
         self._register_signal(signum, before if hasattr(sys, "ps1") else signal.SIG_DFL)
@@ -72,7 +72,7 @@ class Signals(_SignalConnector):
         is_first = number not in self.noted
         self.noted.add(number)
         if self.trainer.state.fn != TrainerFn.FITTING:
-            # Whoever scores within a training of their own may have a handler, which Lightning calls next.
+            # Whoever scores within a training that they wrote may have a handler, which Lightning calls next.
             if self._original_handlers[signal.SIGTERM] in (None, signal.SIG_DFL):
                 self._register_signal(signal.SIGTERM, signal.SIG_IGN)
                 self._tell("terminated. Rows that are written are kept.")

@@ -87,7 +87,7 @@ def meet_on_loopback(trainer: Trainer) -> distributed.TCPStore | None:
     """Let the ranks of one node meet on the loopback; PyTorch would listen on all interfaces.
 
     Returns:
-        On rank 0 the store that PyTorch will take for its own, since it has the same port.
+        On rank 0 the store that PyTorch will take, since it has the same port.
     """
     environment = getattr(trainer.strategy, "cluster_environment", None)
     # With these, MASTER_ADDR is the address at which the ranks meet.
@@ -97,7 +97,7 @@ def meet_on_loopback(trainer: Trainer) -> distributed.TCPStore | None:
         return None
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
-    # torchrun's own store listens where torchrun says.
+    # torchrun's store listens where torchrun says.
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return None
     os.environ["MASTER_ADDR"] = LOOPBACK
@@ -125,7 +125,7 @@ def find_global_rank() -> int:
 
 
 class Collectives:
-    """Lets ranks wait for each other in a process group of its own; the strategy's would give up earlier.
+    """Lets ranks wait for each other in a process group; the strategy's would give up earlier.
 
     Args:
         deadline_s: How long a rank waits for the others.

@@ -87,5 +87,5 @@ def hide_values(value: Any) -> Any:
 
 def list_secret_values() -> list[str]:
     """Return the values of environment variables with the name of a secret, the longest first."""
-    found = {value for name, value in os.environ.items() if SECRET_NAME.search(name)}
-    return sorted((value for value in found if len(value) >= SHORTEST), key=len, reverse=True)
+    values = {value for name, value in os.environ.items() if SECRET_NAME.search(name)}
+    return sorted((value for value in values if len(value) >= SHORTEST), key=len, reverse=True)

@@ -9,7 +9,7 @@ a model goes through its `ModelEntry`, since the sharding libraries gather weigh
                                                                         │ backward, and frees them after
 
     class           weights   gradients         optimizer's states   gathered for a checkpoint
-    Unsharded       whole     whole             whole                nothing: rank 0 writes its own
+    Unsharded       whole     whole             whole                nothing: rank 0 writes what it has
     FullyShard      sharded   sharded           sharded              by DTensor.full_tensor
     DeepSpeedZeRO   whole     sharded (ZeRO-2)  sharded              by deepspeed's safe_get_full_*
     ZeRO3           sharded   sharded           sharded              by deepspeed's safe_get_full_*
@@ -241,7 +241,7 @@ class ZeRO3(DeepSpeedZeRO):
     def freeze(self, entry: Any) -> Callable[..., Any]:
         """Give the model to another engine, which gathers weights when they are needed.
 
-        It does so in hooks of the modules. The engine's own forward would add one to what it returns, which
+        It does so in hooks of the modules. The engine's forward would add one to what it returns, which
         refuses a backward: that of a loss in which the frozen model's head takes part.
         """
         import deepspeed

@@ -64,7 +64,7 @@ class DeepSpeed(NamedCheckpoints, DeepSpeedStrategy):
 
     Args:
         stage: 1 shards optimizer states, 2 gradients too, 3 weights too.
-        logging_batch_size_per_gpu: The batch size in DeepSpeed's own reports, and nowhere else.
+        logging_batch_size_per_gpu: The batch size in DeepSpeed's reports, and nowhere else.
         kwargs: Options of Lightning's strategy, such as offload_optimizer and offload_parameters.
     """
 
@@ -171,7 +171,7 @@ class DeepSpeed(NamedCheckpoints, DeepSpeedStrategy):
         for name, parameter in trained_parameters(policy):
             get = partial(safe_get_full_optimizer_state, parameter)
             moments = {key: fp32_state(parameter, partial(get, key)) for key in keys}
-            # Each weight's own: AdamW counts its steps in place.
+            # A copy for each weight: AdamW counts its steps in place.
             yield name, deepcopy(numbers) | moments
 
     def link_moments(self) -> None:

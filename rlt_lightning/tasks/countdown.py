@@ -77,12 +77,12 @@ def countdown_row(numbers: Sequence[int], target: int) -> dict[str, Any] | None:
         Columns `question`, `solution` (the steps, then `\\boxed{EXPRESSION}.`), `answer` (the expression),
         `numbers`, `target` and `kind` ("countdown").
     """
-    found = solve(numbers, target)
-    if found is None:
+    solution = solve(numbers, target)
+    if solution is None:
         return None
     shown = " and ".join(filter(None, (", ".join(map(str, numbers[:-1])), str(numbers[-1]))))
-    expression = found.text()
-    steps = f"{'; '.join(found.steps())}. " if len(numbers) > 1 else ""
+    expression = solution.text()
+    steps = f"{'; '.join(solution.steps())}. " if len(numbers) > 1 else ""
     return {
         "question": (
             f"Make {target} from the numbers {shown}. Use each of the numbers exactly once, with +, -, *, / "
@@ -124,10 +124,10 @@ class Term(NamedTuple):
         if self.left is None or self.right is None:
             return str(self.value)
         left, right = self.left.text(), self.right.text()
-        own, inner = PRECEDENCE[self.operator], PRECEDENCE[self.right.operator]
-        if PRECEDENCE[self.left.operator] < own:
+        outer, inner = PRECEDENCE[self.operator], PRECEDENCE[self.right.operator]
+        if PRECEDENCE[self.left.operator] < outer:
             left = f"({left})"
-        if inner < own or (inner == own and self.operator in "-/"):
+        if inner < outer or (inner == outer and self.operator in "-/"):
             right = f"({right})"
         return f"{left} {self.operator} {right}"
 
@@ -139,8 +139,8 @@ class Term(NamedTuple):
             f"({term.value})" if isinstance(term.value, Fraction) else str(term.value)
             for term in (self.left, self.right)
         )
-        own = f"{left} {self.operator} {right} = {self.value}"
-        return [*self.left.steps(), *self.right.steps(), own]
+        line = f"{left} {self.operator} {right} = {self.value}"
+        return [*self.left.steps(), *self.right.steps(), line]
 
 
 def solve(numbers: Sequence[int], target: int) -> Term | None:
@@ -202,10 +202,10 @@ def simplify(value: Value) -> Value:
 
 def split_numbers(numbers: Numbers) -> list[tuple[Numbers, Numbers]]:
     """Return all ways to divide the numbers into two parts, each way once."""
-    found: dict[tuple[Numbers, Numbers], None] = {}  # an ordered set
+    splits: dict[tuple[Numbers, Numbers], None] = {}  # an ordered set
     # The bits of `chosen` say which numbers are in the first part; the last number never is.
     for chosen in range(1, 2 ** (len(numbers) - 1)):
         part = tuple(n for i, n in enumerate(numbers) if chosen >> i & 1)
-        other = tuple(n for i, n in enumerate(numbers) if not chosen >> i & 1)
-        found[part, other] = None
-    return list(found)
+        rest = tuple(n for i, n in enumerate(numbers) if not chosen >> i & 1)
+        splits[part, rest] = None
+    return list(splits)

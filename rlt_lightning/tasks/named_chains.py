@@ -55,18 +55,18 @@ def build_named_chain(start: int, known: Sequence[Operation], named: Sequence[Op
         asked += [f"{kind} {number}", name]
         operations += [("", (kind, number)), (f"{name} is add {operand}, ", ("add", operand))]
 
-    def steps(value: int, place: int) -> list[str]:
+    def steps(value: int, index: int) -> list[str]:
         sentences = []
-        for first, (kind, number) in operations[place:]:
+        for first, (kind, number) in operations[index:]:
             after = apply_operation(value, (kind, number))
             sentences.append(f"{first}{value} {kind} {number} is {after}")
             value = after
         return sentences
 
-    def derail(place: int, rng: Random) -> list[str]:
-        first, (kind, number) = operations[place]
-        wrong = rng.choice([digit for digit in range(10) if digit != values[place + 1]])
-        return [f"{first}{values[place]} {kind} {number} is {wrong}", *steps(wrong, place + 1)]
+    def derail(index: int, rng: Random) -> list[str]:
+        first, (kind, number) = operations[index]
+        wrong = rng.choice([digit for digit in range(10) if digit != values[index + 1]])
+        return [f"{first}{values[index]} {kind} {number} is {wrong}", *steps(wrong, index + 1)]
 
     values = [start]
     for _, operation in operations:

@@ -124,23 +124,23 @@ def draw_trace(problem: StepwiseProblem, wording: Wording, mixture: Mixture, rng
     if start < mixture.filler_start + mixture.leap_start:
         kind: TraceKind = "filler" if start < mixture.filler_start else "leap"
         return wording.trace(draw_ending(problem, wording, 0, kind, rng))
-    for place in range(len(problem.steps)):
+    for index in range(len(problem.steps)):
         if rng.random() < mixture.hazard:
             draw = rng.random() - mixture.filler
             kind = "filler" if draw < 0 else "leap" if draw < mixture.leap else "wrong"
-            return wording.trace([*problem.steps[:place], *draw_ending(problem, wording, place, kind, rng)])
+            return wording.trace([*problem.steps[:index], *draw_ending(problem, wording, index, kind, rng)])
     return wording.trace(problem.steps)
 
 
 def draw_ending(
-    problem: StepwiseProblem, wording: Wording, place: int, kind: TraceKind, rng: Random
+    problem: StepwiseProblem, wording: Wording, index: int, kind: TraceKind, rng: Random
 ) -> list[str]:
     """Draw the sentences that replace the steps from a given one onwards."""
     if kind == "filler":
-        return rng.sample(wording.filler, len(problem.steps) - place)
+        return rng.sample(wording.filler, len(problem.steps) - index)
     if kind == "leap":
         return [rng.choice(wording.leaps).format(answer=problem.answer)]
-    return problem.derail(place, rng)
+    return problem.derail(index, rng)
 
 
 # Last-digit chains
@@ -201,10 +201,10 @@ def build_chain(start: int, operations: Sequence[Operation]) -> StepwiseProblem:
             value = after
         return sentences
 
-    def derail(place: int, rng: Random) -> list[str]:
-        before, (name, number) = values[place], operations[place]
-        wrong = rng.choice([digit for digit in range(10) if digit != values[place + 1]])
-        return [f"{before} {name} {number} is {wrong}", *steps(wrong, operations[place + 1 :])]
+    def derail(index: int, rng: Random) -> list[str]:
+        before, (name, number) = values[index], operations[index]
+        wrong = rng.choice([digit for digit in range(10) if digit != values[index + 1]])
+        return [f"{before} {name} {number} is {wrong}", *steps(wrong, operations[index + 1 :])]
 
     values = [start]
     for operation in operations:
@@ -298,9 +298,9 @@ def build_word_sum(name: str, thing: str, start: int, gains: Sequence[tuple[str,
             f"{before} + {number} = {before + number}" for before, number in zip(sums, left, strict=False)
         ]
 
-    def derail(place: int, rng: Random) -> list[str]:
-        wrong = values[place + 1] + rng.choice((-2, -1, 1, 2))
-        return [f"{values[place]} + {numbers[place]} = {wrong}", *steps(wrong, numbers[place + 1 :])]
+    def derail(index: int, rng: Random) -> list[str]:
+        wrong = values[index + 1] + rng.choice((-2, -1, 1, 2))
+        return [f"{values[index]} + {numbers[index]} = {wrong}", *steps(wrong, numbers[index + 1 :])]
 
     happened = [f"{verb} {number}" for verb, number in gains]
     question = (
