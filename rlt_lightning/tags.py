@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -162,9 +163,7 @@ class TagStyle:
 
     def fill(self, text: str) -> str:
         """Replace placeholders such as {thought_open} by the tags; other braces stay."""
-        for name, tag in self.tags().items():
-            text = text.replace("{" + name + "}", tag)
-        return text
+        return fill_template(text, self.tags())
 
     def translate(self, text: str, other: TagStyle) -> str:
         """Replace these tags in a text by those of another style."""
@@ -192,6 +191,12 @@ R1 = TagStyle(
 )
 
 TAG_STYLES = {"stratos": STRATOS, "r1": R1}
+
+
+def fill_template(template: str, values: dict[str, str]) -> str:
+    """Replace each `{name}` in a template by its value; no other brace is touched, nor one in a value."""
+    names = "|".join(values)
+    return re.sub(rf"\{{({names})\}}", lambda match: values[match[1]], template)
 
 
 def style_name(tags: TagStyle) -> str | dict[str, str]:

@@ -22,13 +22,12 @@ from typing_extensions import override
 
 from rlt_lightning.callbacks.predictions import warn_of_foreign_traces
 from rlt_lightning.callbacks.rollout import RolloutCallback
-from rlt_lightning.callbacks.rollout_checks import list_model_contexts
 from rlt_lightning.datamodules.rows import TRACE_COLUMN
 from rlt_lightning.datamodules.stages import ScoringData, TeacherRLData
 from rlt_lightning.datamodules.stratos import StratosDataModule, get_stratos_data
 from rlt_lightning.engines.base import Sampling
 from rlt_lightning.engines.hf import HFEngine
-from rlt_lightning.models.load import Dtype
+from rlt_lightning.models.load import Dtype, context_length
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.rewards import RLTReward, TextReward
 from rlt_lightning.rewards.student import Student
@@ -369,8 +368,11 @@ def fit_context(trainer: LightningTrainer, module: RLTModule) -> None:
     Raises:
         InputError: If there is no room for an explanation.
     """
-    models = list_model_contexts(module, get_stratos_data(trainer))
-    room = min(model.context - int(model.fixed[0]) for model in models)
+    items = get_stratos_data(trainer).all_items
+    room = min(
+        context_length(name, module.trust_remote_code) - int(items.sum_columns(*columns)[0])
+        for _, name, columns in module.list_readers()
+    )
     if room < 1:
         raise InputError(
             "Question and solution must leave room for an explanation, but with their prompts they are "

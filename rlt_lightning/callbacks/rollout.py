@@ -18,7 +18,6 @@ from typing_extensions import override
 
 from rlt_lightning.callbacks.rollout_checks import (
     announce_weights,
-    list_model_contexts,
     require_comparable,
     require_gathering,
     require_rewarded,
@@ -116,20 +115,15 @@ class RolloutCallback(Callback):
         return self.dispatcher.engine
 
     @staticmethod
-    def find(trainer: Trainer) -> RolloutCallback | None:
-        """Return the trainer's RolloutCallback, which every run of the command line has; None without one."""
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        return next((callback for callback in callbacks if isinstance(callback, RolloutCallback)), None)
-
-    @staticmethod
     def of(trainer: Trainer) -> RolloutCallback:
         """Return the trainer's RolloutCallback.
 
         Raises:
             InputError: If the trainer has none.
         """
-        if (callback := RolloutCallback.find(trainer)) is not None:
-            return callback
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, RolloutCallback):
+                return callback
         raise InputError(
             "The trainer must have a RolloutCallback, but has none. Add "
             "rlt_lightning.callbacks.RolloutCallback to trainer.callbacks."
@@ -162,8 +156,7 @@ class RolloutCallback(Callback):
             if self.dispatcher.is_server:
                 require_even_rows(trainer, "one engine")
         longest = max(self.sampling.max_completion_length, self.val_sampling.max_completion_length)
-        for model in list_model_contexts(pl_module, data):
-            require_room(data.all_items, model, longest)
+        require_room(pl_module, data, longest)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-
 import numpy as np
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
 from rlt_lightning.datamodules.evaluation_sets import EvaluationProblem
-from rlt_lightning.datamodules.items import FIXED_PIECES
 from rlt_lightning.datamodules.stratos import StratosDataModule, get_stratos_data
-from rlt_lightning.datamodules.token_cache import StoredItems
 from rlt_lightning.engines.base import Engine, Placement, Sampling
 from rlt_lightning.models.load import context_length
 from rlt_lightning.modules.on_policy import OnPolicyModule
@@ -131,53 +126,30 @@ def require_gathering(engine: Engine, trainer: Trainer) -> None:
         )
 
 
-@dataclass(frozen=True)
-class ModelContext:
-    """A model that reads all problems of a run.
-
-    Attributes:
-        role: What it is, for messages.
-        context: Tokens that it takes.
-        fixed: Its tokens of each problem, beside the completion's.
-    """
-
-    role: str
-    context: int
-    fixed: np.ndarray
-
-
-def list_model_contexts(module: OnPolicyModule, data: StratosDataModule) -> Iterator[ModelContext]:
-    """Yield the models that read, with their tokens of all problems; held-out ones are the last."""
-    for role, name, columns in module.list_readers():
-        context = context_length(name, bool(module.trust_remote_code))
-        yield ModelContext(role, context, data.all_items.sum_columns(*columns))
-
-
-def count_student_tokens(data: StratosDataModule) -> np.ndarray:
-    """Return the student's tokens of all problems, beside the completion's; the held-out ones last."""
-    return data.all_items.sum_columns(*FIXED_PIECES["student"])
-
-
-def require_room(problems: StoredItems, model: ModelContext, max_completion_length: int) -> None:
-    """Check that every problem and its completion, given or of full length, fit into a context, in tokens.
+def require_room(module: OnPolicyModule, data: StratosDataModule, max_completion_length: int) -> None:
+    """Check that every problem and its completion, given or of full length, fit into each model's context.
 
     Raises:
-        InputError: Naming the row, the lengths and the settings that would make room.
+        InputError: Naming the row, the lengths in tokens and the settings that would make room.
     """
-    given, role, context = problems.sum_columns("completion_ids"), model.role, model.context
-    needed = model.fixed + np.where(given > 0, given, max_completion_length)
-    for index in np.flatnonzero(needed > context)[:1]:
-        row = problems.rows[index]
-        if given[index]:
+    problems = data.all_items
+    given = problems.sum_columns("completion_ids")
+    for role, name, columns in module.list_readers():
+        context, fixed = context_length(name, module.trust_remote_code), problems.sum_columns(*columns)
+        needed = fixed + np.where(given > 0, given, max_completion_length)
+        for index in np.flatnonzero(needed > context)[:1]:
+            row = problems.rows[index]
+            if given[index]:
+                raise InputError(
+                    f"Prompt and completion must fit into the {role}'s context of {context} tokens, but row "
+                    f"{row} needs {needed[index]}. Lower data.max_length: longer rows are counted and left "
+                    "out."
+                )
             raise InputError(
                 f"Prompt and completion must fit into the {role}'s context of {context} tokens, but row "
-                f"{row} needs {needed[index]}. Lower data.max_length: longer rows are counted and left out."
+                f"{row} needs {fixed[index]} + max_completion_length {max_completion_length}. Lower "
+                "rollouts.sampling.max_completion_length or data.max_prompt_length."
             )
-        raise InputError(
-            f"Prompt and completion must fit into the {role}'s context of {context} tokens, but row {row} "
-            f"needs {model.fixed[index]} + max_completion_length {max_completion_length}. Lower "
-            "rollouts.sampling.max_completion_length or data.max_prompt_length."
-        )
 
 
 def require_responses_fit(

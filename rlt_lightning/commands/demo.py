@@ -292,12 +292,7 @@ def show_accuracies(folder: Path) -> None:
     """Print what the students solve."""
     print(f"\nHeld-out problems solved, in % of {NUM_ASKED}, by\na student that learned from …\n")
     for way, (name, _) in WAYS.items():
-        accuracy = read_accuracy(folder / way / "answers")
+        results = json.loads((folder / way / "answers" / "evaluation.json").read_text())
+        accuracy = results["sets"]["chains"]["pass_at_1"]
         print(f"  {100 * accuracy:3.0f}  {name:<35} {'#' * round(30 * accuracy)}".rstrip())
     print(f"\n{textwrap.fill(f'One seed, at most ± 6 points (95 %), greedy answers. {CHEAPER}', 80)}")
-
-
-def read_accuracy(folder: Path) -> float:
-    """Return the part of the held-out problems that `rlt test` found solved."""
-    accuracy: float = json.loads((folder / "evaluation.json").read_text())["sets"]["chains"]["pass_at_1"]
-    return accuracy

@@ -31,8 +31,8 @@ from jsonargparse import Namespace
 from jsonargparse.typing import PositiveFloat, PositiveInt
 
 from rlt_lightning.callbacks import Checkpoint, RolloutCallback
-from rlt_lightning.callbacks.rollout_checks import count_student_tokens
 from rlt_lightning.datamodules import StratosDataModule
+from rlt_lightning.datamodules.items import FIXED_PIECES
 from rlt_lightning.engines import HFEngine, VLLMEngine
 from rlt_lightning.models.embedded import DEFAULT_MODEL, MINIATURES, WHEEL_SHA256, cache_folder
 from rlt_lightning.models.kernels import find_blocks
@@ -315,7 +315,7 @@ class Plan:
             if data.teacher_reads:
                 self.scored_prompt = int(items.sum_columns("teacher_view").max())
             elif data.samples == "thoughts":
-                self.scored_prompt = int(count_student_tokens(data).max())
+                self.scored_prompt = int(items.sum_columns(*FIXED_PIECES["student"]).max())
         else:
             source = "given" if options.prompt_length else f"limits, for {missing} is not on this machine"
             prompt = options.prompt_length or (0 if limit is None else data.max_prompt_length)

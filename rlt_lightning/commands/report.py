@@ -34,7 +34,6 @@ from rlt_lightning.run.redaction import redact
 from rlt_lightning.types import InputError
 
 MARKER = "<!doctype html><!-- rlt report -->"  # first line of a file that we may overwrite
-DOCUMENTS = ("evaluation.md",)
 # What a stage improves. On-policy distillation also logs minus its divergence as a reward, RL also a loss.
 OBJECTIVES = ("distill/divergence", "reward/mean", "policy/loss")
 # What a person looks at next, in this order. The page draws the first six figures that a run has.
@@ -81,10 +80,9 @@ def write_report(run: Path, output: Path | None = None) -> Path:
     body = [f'<p class="soft">{escape(str(run))}</p>', *render_gaps(logged)]
     if curves:
         body += render_curves(curves)
-    for name in DOCUMENTS:
-        if (run / name).is_file():
-            text = (run / name).read_text(encoding="utf-8", errors="replace")
-            body.append(f'<h2>{name}</h2><pre class="plain">{escape(text)}</pre>')
+    if (results := run / "evaluation.md").is_file():
+        text = results.read_text(encoding="utf-8", errors="replace")
+        body.append(f'<h2>{results.name}</h2><pre class="plain">{escape(text)}</pre>')
     sections = [section for section in choose_completions(run) if section[1]]
     if sections:
         body.append(KEY)
@@ -169,7 +167,7 @@ def render_gaps(curves: dict[str, Curve]) -> Iterator[str]:
 
 def choose_figures(curves: dict[str, Curve]) -> list[str]:
     """Return the names of the training figures that the page draws."""
-    present = {*curves, *map(training_name, curves)}
+    present = {*curves, *(name.replace("/val_", "/") for name in curves)}
     objective = [name for name in OBJECTIVES if name in present][:1]
     accuracies = sorted(name for name in present if name.endswith("/pass_at_1"))[:2]
     names = [*objective, *accuracies, *(name for name in NEXT_FIGURES if name in present)]
@@ -183,11 +181,6 @@ def render_change(name: str, curve: Curve) -> tuple[str, ...]:
     change = last[0] - first[0]
     cells = (format_mean(*first), format_mean(*last), f"{change:+.4g}")
     return (f"<code>{escape(name)}</code>", *cells)
-
-
-def training_name(name: str) -> str:
-    """Return the training metric that a held-out metric goes with; other names stay as they are."""
-    return name.replace("/val_", "/")
 
 
 def validation_name(name: str) -> str:

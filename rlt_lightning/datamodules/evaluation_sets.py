@@ -17,7 +17,7 @@ from rlt_lightning.datamodules.sources import SourceReader, read_rows
 from rlt_lightning.datamodules.token_cache import hash_value
 from rlt_lightning.judging.answers import AnswerKind, Reference, read_reference
 from rlt_lightning.metrics.answers import OVERALL
-from rlt_lightning.tags import holds_half_pair
+from rlt_lightning.tags import fill_template, holds_half_pair
 from rlt_lightning.types import BadRowError, BadRowReason, InputError
 
 # The user's turn, as in Bespoke-Stratos-17k.
@@ -276,12 +276,6 @@ READERS: dict[AnswerKind, Reader] = {
     "choice": read_choice,
     "countdown": read_countdown,
 }
-
-
-def fill_template(template: str, values: dict[str, str]) -> str:
-    """Replace each `{name}` in a template by its value; no other brace is touched, nor one in a value."""
-    names = "|".join(values)
-    return re.sub(rf"\{{({names})\}}", lambda match: values[match.group(1)], template)
 
 
 def read_question(row: dict[str, Any], strip: bool = True) -> str:

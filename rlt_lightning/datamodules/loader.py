@@ -219,8 +219,11 @@ class OrderedLoader(Generic[Item, Batch]):
     ) -> None:
         self.items, self.collate = items, collate
         every = range(len(items))
-        shards = (find_shard(every[i : i + batch_size], rank, world_size) for i in every[::batch_size])
-        self.shards = [shard for shard in shards if shard]
+        self.shards = self.deal([every[i : i + batch_size] for i in every[::batch_size]], rank, world_size)
+
+    def deal(self, batches: list[range], rank: int, world_size: int) -> list[range]:
+        """Return the rank's item numbers of each batch."""
+        return [shard for batch in batches if (shard := find_shard(batch, rank, world_size))]
 
     def __len__(self) -> int:
         return len(self.shards)
@@ -239,18 +242,10 @@ class DealtLoader(OrderedLoader[Item, Batch]):
     All ranks get equally many, since Lightning and models in shards need that. See `OrderedLoader`.
     """
 
-    def __init__(
-        self,
-        items: Sequence[Item],
-        batch_size: int,
-        collate: Callable[[list[Item]], Batch],
-        rank: int = 0,
-        world_size: int = 1,
-    ) -> None:
-        super().__init__(items, batch_size, collate)
-        whole = self.shards
-        self.shards = whole[rank::world_size]
-        self.has_spare = rank >= len(whole) % world_size > 0
+    @override
+    def deal(self, batches: list[range], rank: int, world_size: int) -> list[range]:
+        self.has_spare = rank >= len(batches) % world_size > 0
+        return batches[rank::world_size]
 
     @override
     def __len__(self) -> int:
