@@ -230,7 +230,7 @@ def log_in(logger: WandbLogger) -> None:
 def name_wandb_run(folder: Path) -> dict[str, str]:
     """Return the environment that names a W&B run after its folder, in the group of the folder's parent.
 
-    A resumed run goes on. What is set by the user stays.
+    A resumed run continues one. What is set by the user stays.
     """
     folder = folder.absolute()
     names = {"WANDB_NAME": folder.name, "WANDB_RUN_GROUP": folder.parent.name}

@@ -12,7 +12,6 @@ decision to end it.
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any, Literal
@@ -21,7 +20,7 @@ from rlt_lightning.datamodules.cross_tokenizer import ByteExactTokenizer
 from rlt_lightning.datamodules.formats import BLOCK_BREAK, SENTINEL, ChatFormat, encode, encode_pieces
 from rlt_lightning.datamodules.rows import ParsedRow
 from rlt_lightning.numerics.spans import split_spans
-from rlt_lightning.tags import decode, decode_each
+from rlt_lightning.tags import decode, decode_each, fill_template
 from rlt_lightning.types import Completion, ModelView, Problem, Rollout
 
 HINT = (
@@ -73,9 +72,8 @@ class TeacherViews:
         if self.view == "explanation":
             view = self.teacher.build_problem(*texts_of).teacher_prompt
         else:
-            # In one pass: a question may hold "{solution}", as in \\frac{solution}{2}.
-            given = {"{question}": texts.question, "{solution}": texts.solution.strip()}
-            asked = re.sub("|".join(map(re.escape, given)), lambda name: given[name[0]], HINT)
+            given = {"question": texts.question, "solution": texts.solution.strip()}
+            asked = fill_template(HINT, given)
             view = encode(self.teacher.tokenizer, self.teacher.render_student_chat(asked, system))
         return replace(problem, teacher_view=view)
 

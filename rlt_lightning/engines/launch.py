@@ -181,7 +181,7 @@ def choose_worker_gpus(gpus: list[int], environment: Mapping[str, str]) -> str:
     Raises:
         InputError: If a position is beyond the GPUs that this process sees.
     """
-    # Without a GPU in sight, as in a test, nothing is known of those that are named.
+    # Without a GPU in sight, as in a test, nothing is known of the named ones.
     seen = environment.get(VARIABLE, ",".join(map(str, range(torch.cuda.device_count() or max(gpus) + 1))))
     visible = [word.strip() for word in seen.split(",") if word.strip()]
     if beyond := [i for i in gpus if not 0 <= i < len(visible)]:

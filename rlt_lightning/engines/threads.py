@@ -35,7 +35,7 @@ def run_coroutine(work: Coroutine[Any, Any, T]) -> T:
 
 
 def iterate(items: AsyncIterator[T]) -> Iterator[T]:
-    """Yield the items of an async iterator, which goes on only while the next item is awaited."""
+    """Yield the items of an async iterator, which continues only while the next item is awaited."""
 
     async def take() -> T | None:
         return await anext(items, None)
