@@ -37,15 +37,10 @@ def render_chat(tokenizer: Any, messages: list[dict[str, str]], opens_turn: bool
     """Render messages with the tokenizer's chat template; with `opens_turn` the generation prompt, too.
 
     Raises:
-        InputError: If there is no template, or it refuses the messages.
+        InputError: If the template refuses the messages.
     """
     import jinja2
 
-    if not getattr(tokenizer, "chat_template", None):
-        raise InputError(
-            "The tokenizer must have a chat template, but has none. Use an instruction-tuned model, or "
-            "put a chat_template.jinja into its folder."
-        )
     try:
         text: str = tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=opens_turn, enable_thinking=True
