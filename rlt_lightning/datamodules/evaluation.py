@@ -167,7 +167,7 @@ class EvaluationDataModule(LightningDataModule):
                 batch = range(start, min(start + self.batch_size, len(left)))
                 batches.append([left[number] for number in find_shard(batch, rank, world_size)])
         # Without a batch, Lightning calls no hook, and the results of a finished run would not be written.
-        return OrderedLoader(batches or [[]], 1, lambda batches: EvaluationBatch(*batches))
+        return OrderedLoader(batches or [[]], 1, lambda batches: EvaluationBatch(batches[0]))
 
     @property
     def tags(self) -> TagStyle:
