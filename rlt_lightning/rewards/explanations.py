@@ -153,7 +153,7 @@ def require_scorable(reward: Reward, student: Student) -> None:
             "compare the models on spans of text; or choose models of one family."
         )
     announce_once(
-        f"the student {student.name} reads every explanation as text, in its own tokens: its tokenizer is "
+        f"the student {student.name} reads every explanation as text, in tokens of its own: its tokenizer is "
         "not the teacher's"
     )
 
