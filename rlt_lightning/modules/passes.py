@@ -158,8 +158,9 @@ class PassKey(NamedTuple):
     @classmethod
     def of(cls, scoring: ScoringPass) -> PassKey:
         """Return the settings of a pass whose temperatures are set."""
-        other = scoring.compared_with and cls.of(scoring.compared_with)
-        return cls(scoring.model, scoring.temperature or 1.0, scoring.exchanged, other, scoring.divergence)
+        other, exchanged = scoring.compared_with, scoring.exchanged
+        key = None if other is None else cls.of(other)
+        return cls(scoring.model, scoring.temperature or 1.0, exchanged, key, scoring.divergence)
 
     def build_dummy(self) -> ScoringPass:
         """Return a pass for a rank that has none in this group."""

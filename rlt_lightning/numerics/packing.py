@@ -174,7 +174,6 @@ class PackedSequences:
     segments: Segments
     predictors: Tensor  # (M,), slots of the hidden states that predict the scored tokens
     targets: Tensor  # (M,), the scored tokens, sequence after sequence
-    sequence_of_scored: Tensor  # (M,), the sequence that each belongs to
 
     @classmethod
     def from_sequences(
@@ -198,7 +197,7 @@ class PackedSequences:
         for family in families if families is not None else [(i,) for i in range(len(sequences))]:
             row.add(family, sequences)
         columns = row.columns()
-        # One copy to the device instead of five.
+        # One copy to the device instead of four.
         together = upload(torch.cat(columns), device)
         tokens, positions, *scored = together.split([len(column) for column in columns])
         segments = Segments(tuple(row.boundaries), tuple(row.shared))
@@ -218,8 +217,6 @@ class RowInProgress:
     slots: list[IndexRange] = field(default_factory=list)
     # Whether each of these tokens is scored, one byte each.
     scored: bytearray = field(default_factory=bytearray)
-    # The members, and the number of their tokens.
-    members: list[tuple[int, int]] = field(default_factory=list)
 
     def add(self, family: tuple[int, ...], sequences: Sequence[ScoredSequence]) -> None:
         """Append a family: its prefix once, then the rest of each member."""
@@ -236,32 +233,28 @@ class RowInProgress:
         if is_shared:
             self.boundaries.append(split)
         for i in family:
-            self.add_rest(i, sequences[i], prefix_range)
+            self.add_rest(sequences[i], prefix_range)
         if is_shared and len(self.tokens) > split:
             self.shared.append(SharedPrefix(prefix_range.first, split, len(self.tokens)))
 
-    def add_rest(self, number: int, sequence: ScoredSequence, prefix_range: IndexRange) -> None:
+    def add_rest(self, sequence: ScoredSequence, prefix_range: IndexRange) -> None:
         """Append one member's tokens after the prefix, and note which of its tokens are scored."""
         rest = sequence.rest
         self.positions.append(IndexRange(prefix_range.length, len(rest)))
         self.slots += [prefix_range, IndexRange(len(self.tokens), len(rest))]
         self.scored += bytes(sequence.scored)
-        self.members.append((number, len(sequence.scored)))
         self.tokens += rest
         if len(self.tokens) > self.boundaries[-1]:
             self.boundaries.append(len(self.tokens))
 
     def columns(self) -> list[Tensor]:
-        """Return tokens and positions, (L,), then predictors, targets and their sequences, (M,), int64."""
+        """Return tokens and positions, (L,), then predictors and targets, (M,), int64."""
         # array() reads a list several times as fast as torch.tensor().
         tokens = torch.frombuffer(array("q", self.tokens), dtype=torch.long)
         slots = expand_ranges(self.slots)
-        numbers, counts = torch.tensor(self.members).unbind(1)
-        owners = numbers.repeat_interleave(counts)
         scored = torch.frombuffer(self.scored, dtype=torch.bool).nonzero().squeeze(1)  # (M,)
         # A first token is never scored, so the token before is one of the same sequence.
-        predictors, targets = slots[scored - 1], tokens[slots[scored]]
-        return [tokens, expand_ranges(self.positions), predictors, targets, owners[scored]]
+        return [tokens, expand_ranges(self.positions), slots[scored - 1], tokens[slots[scored]]]
 
 
 class IndexRange(NamedTuple):

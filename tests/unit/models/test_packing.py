@@ -278,7 +278,6 @@ def test_packed_row_by_hand():
     assert packed.segments == Segments((0, 2, 3, 5, 7), (SharedPrefix(0, 2, 5),))
     assert packed.predictors.tolist() == [0, 1, 0, 3, 5]
     assert packed.targets.tolist() == [11, 12, 11, 14, 21]
-    assert packed.sequence_of_scored.tolist() == [0, 0, 2, 2, 1]
     plain = PackedSequences.from_sequences(sequences[:2])
     assert plain.input_ids.tolist() == [[10, 11, 12, 20, 21]]
     assert plain.segments == Segments((0, 3, 5))
@@ -286,7 +285,7 @@ def test_packed_row_by_hand():
 
 def token_by_token(sequences, families):
     """The obvious way to pack a row."""
-    tokens, positions, predictors, targets, owners = [], [], [], [], []
+    tokens, positions, predictors, targets = [], [], [], []
     for family in families:
         prefix = sequences[family[0]].prefix
         start = len(tokens)
@@ -303,8 +302,7 @@ def token_by_token(sequences, families):
                 if is_scored:
                     predictors.append(places[t - 1])
                     targets.append(tokens[places[t]])
-                    owners.append(i)
-    return [tokens, positions, predictors, targets, owners]
+    return [tokens, positions, predictors, targets]
 
 
 def test_rows_equal_those_built_token_by_token():
@@ -321,8 +319,7 @@ def test_rows_equal_those_built_token_by_token():
             families.append(family[::-1])
         packed = PackedSequences.from_sequences(sequences, tuple(families))
         ours = [packed.input_ids[0], packed.position_ids[0], packed.predictors, packed.targets]
-        ours = [tensor.tolist() for tensor in (*ours, packed.sequence_of_scored)]
-        assert ours == token_by_token(sequences, families)
+        assert [tensor.tolist() for tensor in ours] == token_by_token(sequences, families)
 
 
 @pytest.mark.parametrize(
