@@ -129,12 +129,12 @@ def read_answer(text: str) -> Parsed:
     if inside := read_brackets(text):
         opening, content, closing = inside
         parts = split_parts(content, joins_thousands=False)
-        if opening == r"\{":
+        if opening == r"\{" and parts != [r"\emptyset"]:
             return Parsed(text, brackets=",", parts=tuple(map(read_answer, parts)))
         if len(parts) > 1 and opening != "{":
             brackets = "()" if opening == r"\langle" else opening + closing
             return Parsed(text, brackets=brackets, parts=tuple(map(read_answer, parts)))
-        if PAIRS[opening] == closing:
+        if PAIRS[opening] == closing and opening != r"\{":
             return read_answer(content)
     return Parsed(text)
 
@@ -358,10 +358,14 @@ def same_parsed(a: Parsed, b: Parsed) -> bool:
         return same_leaf(a.text, b.text)
     if a.brackets != ",":
         return all(map(same_parsed, a.parts, b.parts))
-    differ = a.connectives and b.connectives and a.connectives != b.connectives
-    if differ and (has_claims(a) or has_claims(b)):
-        return False
     names, others = ({part.name for part in parsed.parts} for parsed in (a, b))
+    # Between values of two names a comma means "and".
+    words, other_words = (
+        parsed.connectives or frozenset({"and"} if len(known - {""}) > 1 else ())
+        for parsed, known in ((a, names), (b, others))
+    )
+    if words and other_words and words != other_words and (has_claims(a) or has_claims(b)):
+        return False
     if max(len(names), len(others)) > 1 and "" in names | others:
         return all(map(same_parsed, a.parts, b.parts))  # the parts of `x=1, y=2` have an order in `1, 2`
     left = list(b.parts)
@@ -385,7 +389,8 @@ def arrange(parsed: Parsed, brackets: str) -> Parsed:
     if brackets == "," and not parsed.brackets:
         return Parsed(parsed.text, brackets=",", parts=(parsed,))
     names = {part.name for part in parsed.parts}
-    if brackets != "()" or parsed.brackets != "," or "" in names or len(names) < len(parsed.parts):
+    is_system = parsed.brackets == "," and "or" not in parsed.connectives
+    if brackets != "()" or not is_system or "" in names or len(names) < len(parsed.parts):
         return parsed
     return replace(parsed, brackets="()", parts=tuple(sorted(parsed.parts, key=lambda part: part.name)))
 

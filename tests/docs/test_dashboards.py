@@ -138,6 +138,7 @@ def test_without_a_login_one_line_says_so(mode: str, tiny_model: str, tmp_path: 
         "fit",
         "--config=tests/rlt.yaml",
         OVERLAYS[0],
+        "--trainer.logger.log_model=all",
         "--model.student=none",
         f"--output_dir={tmp_path / 'run'}",
     ]
@@ -146,6 +147,7 @@ def test_without_a_login_one_line_says_so(mode: str, tiny_model: str, tmp_path: 
     assert result.returncode == 2
     [line] = [line for line in result.stderr.splitlines() if line.startswith("rlt: error")]
     assert ("wandb login" in line) == (mode == "online")  # else the model that there is not
+    assert "log_model uploads nothing" in result.stderr
     assert "Traceback" not in result.stderr
 
 
