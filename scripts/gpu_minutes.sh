@@ -30,14 +30,14 @@ py=${PYTHON:-.venv/bin/python}
 ours=(httpx2 httpcore2 truststore jsonargparse docstring_parser typeshed_client Pebble gguf math-verify
     latex2sympy2_extended antlr4-python3-runtime datasets dill multiprocess pydantic pydantic_core annotated-types
     typing-inspection liger-kernel trl cut-cross-entropy==25.1.1)
-vllms=(vllm annotated-types anthropic apache-tvm-ffi astor blake3 cachetools cbor2 compressed-tensors depyf dill distro
-    docstring_parser email-validator fastapi httpcore2 httptools httpx-sse httpx2 ijson importlib-metadata interegular
-    jiter jmespath jsonschema jsonschema-specifications lark llguidance lm-format-enforcer loguru mcp mistral-common
+vllms=(vllm annotated-types anthropic apache-tvm-ffi astor blake3 cachetools cbor2 compressed-tensors depyf dill
+    docstring_parser email-validator fastapi httpcore2 httptools httpx2 ijson interegular jiter jmespath jsonschema
+    jsonschema-specifications lark llguidance lm-format-enforcer loguru mcp mistral-common
     model-hosting-container-standards msgspec openai opentelemetry-api opentelemetry-sdk
-    opentelemetry-semantic-conventions orjson oss-harmony outlines-core partial-json-parser
-    prometheus-fastapi-instrumentator pybase64 pydantic pydantic_core pydantic-extra-types pydantic-settings
-    python-dotenv python-json-logger python-multipart pyzmq referencing rpds-py setproctitle sniffio sse-starlette
-    starlette truststore typing-inspection uvicorn watchfiles xgrammar)
+    opentelemetry-semantic-conventions oss-harmony outlines-core partial-json-parser prometheus-fastapi-instrumentator
+    pybase64 pydantic pydantic_core pydantic-extra-types pydantic-settings python-dotenv python-json-logger
+    python-multipart pyzmq referencing rpds-py setproctitle sniffio sse-starlette starlette truststore
+    typing-inspection uvicorn watchfiles xgrammar)
 # Parts of vLLM for other attention, experts and kernels than a dense model of bfloat16 on Hopper needs.
 unneeded=(vllm_flash_attn/_vllm_fa2_C* _moe_C_stable* _deepselect_C* _flashkda_C* _flashmla* _qutlass_C* vllm-rs
     third_party/deep_gemm third_party/fmha_sm100 kernels/helion/configs model_executor/layers/fused_moe/configs
