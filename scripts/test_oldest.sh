@@ -30,4 +30,4 @@ uv venv --quiet --clear --python "$PYTHON_VERSION" "$VENV"
 uv pip install --quiet --python "$VENV" --resolution lowest-direct --editable '.[dev,deepspeed,liger]'
 "$VENV/bin/rlt" fit --config laptop/rlt --trainer.max_steps 2 --output_dir "$VENV/run" --overwrite true
 "$VENV/bin/python" -m pytest -q tests/unit/numerics/test_losses.py tests/unit/numerics/test_divergence.py \
-  tests/unit/commands/test_scoring.py tests/unit/modules/test_rlt_module.py tests/integration/ranks/test_lora.py tests/integration/ranks/test_strategies.py
+  tests/unit/modules/test_rlt_module.py tests/integration/ranks/test_lora.py tests/integration/ranks/test_strategies.py

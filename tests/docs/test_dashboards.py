@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import wandb_overview
-from commands import ROOT, python, rlt
+from commands import ROOT, rlt
 from gpqa import gpqa_like
 from wandb_run import runs_in
 
@@ -109,27 +109,6 @@ def test_the_overview_charts_what_runs_log(resumed: Path) -> None:
     watched = re.findall(r"^\| `([\w/]+)`", page, re.MULTILINE)
     assert len(watched) == 10
     assert [name for name in charted if name in watched] == watched
-
-
-def test_the_overview_is_a_view_of_sections() -> None:
-    pytest.importorskip("wandb_workspaces", reason="an extra package: pip install wandb-workspaces")
-    view = wandb_overview.build_view("team", "project")._to_model().model_dump(by_alias=True)
-    section = view["spec"]["section"]
-    assert section["settings"]["xAxis"] == wandb_overview.STEP
-    *charted, samples = section["panelBankConfig"]["sections"]
-    assert [part["name"] for part in charted] == list(wandb_overview.SECTIONS)
-    for part, charts in zip(charted, wandb_overview.SECTIONS.values(), strict=True):
-        assert [panel["config"]["metrics"] for panel in part["panels"]] == charts
-        assert {panel["config"]["xAxis"] for panel in part["panels"]} == {wandb_overview.STEP}
-    assert wandb_overview.TABLE in json.dumps(samples["panels"])
-
-
-def test_the_overview_names_the_package_that_it_lacks(tmp_path: Path) -> None:
-    code = "import sys; sys.modules['wandb_workspaces'] = None\n"
-    code += "import wandb_overview; wandb_overview.main('a/b')"
-    result = python(code, tmp_path, PYTHONPATH=str(ROOT / "examples"))
-    assert result.returncode == 1
-    assert result.stderr == "This needs wandb-workspaces: pip install wandb-workspaces\n"
 
 
 @pytest.mark.parametrize("mode", ["online", "offline"])

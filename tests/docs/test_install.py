@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -212,3 +213,17 @@ def test_a_users_mypy_sees_the_types_of_the_wheel(programs: Path, tmp_path: Path
     assert 'incompatible type "str"; expected "int"' in lines[1]
     assert 'incompatible type "float"; expected "str | Path | RunFolder"' in lines[2]
     assert end.startswith("Found 2 errors in 1 file")
+
+
+def test_the_image_has_what_its_installation_reads(tmp_path: Path) -> None:
+    """.dockerignore lets files through by name: with one too few, the image cannot be built."""
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    assert "*" in lines
+    for name in (line.removeprefix("!") for line in lines if line.startswith("!")):
+        source = ROOT / name
+        (shutil.copytree if source.is_dir() else shutil.copy2)(source, tmp_path / name)
+    wheel = build_wheel(tmp_path, tmp_path)
+    assert wheel.stat().st_size > 1e6
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    assert re.findall(r"^USER (\w+)", dockerfile, re.MULTILINE) == ["rlt"]  # and no way back to root
+    assert (tmp_path / "Makefile").is_file()

@@ -21,7 +21,6 @@ from rlt_lightning.callbacks import RolloutCallback
 from rlt_lightning.engines import EngineError, VLLMEngine
 from rlt_lightning.models.load import load_model
 from rlt_lightning.modules import RLTModule
-from rlt_lightning.numerics import TruncatedImportanceSampling
 from rlt_lightning.rollouts.request import RolloutRequest
 from rlt_lightning.types import Completion, InputError
 
@@ -64,28 +63,6 @@ def test_without_overlap_rollouts_are_never_stale(tiny_model: str, tmp_path: Pat
         steps = fit(tiny_model, tmp_path, worker, asynchronous=False, max_staleness=0).steps
     assert [staleness for staleness, _ in steps] == [0] * STEPS
     assert [seen for _, seen in steps] == [seen for _, seen in whole.steps]  # seeded by step and problem
-
-
-@pytest.mark.full
-def test_auto_weighs_what_another_process_samples(
-    tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    seen = {}
-    current: dict[str, Any] = {"asynchronous": False, "max_staleness": 0, "steps": 2}
-    for name, setting in (("auto", "auto"), ("set", TruncatedImportanceSampling()), ("off", None)):
-        with worker_of(tiny_model) as worker:
-            seen[name] = fit(tiny_model, tmp_path / name, worker, importance_sampling=setting, **current)
-    line = "model.importance_sampling auto: level token, cap 2, since VLLMEngine samples outside this process"
-    assert capsys.readouterr().err.count(line) == 1
-    assert_same(seen["auto"], whole=seen["set"])
-    assert any((seen["auto"].weights[name] != tensor).any() for name, tensor in seen["off"].weights.items())
-    checkpoint = tmp_path / "auto" / "checkpoints" / "step=000001.ckpt"
-    with worker_of(tiny_model) as worker:
-        resumed = fit(tiny_model, tmp_path / "auto", worker, resume=checkpoint, **current)
-    assert capsys.readouterr().err.count(line) == 1
-    first = Witness()
-    first.steps = seen["auto"].steps[:1]
-    assert_same(first, resumed, whole=seen["set"])
 
 
 def test_settings_that_would_bias_are_refused(tiny_model: str, tmp_path: Path) -> None:
@@ -223,12 +200,3 @@ def test_a_worker_that_dies_changes_nothing_while_another_serves(
     with worker_of(tiny_model, faults=("", "", "", "die")) as first, worker_of(tiny_model) as second:
         seen = fit(tiny_model, tmp_path, first, second)
     assert_same(seen, whole=whole)
-
-
-def test_a_worker_that_ignores_its_pushes_stops_the_run(tiny_model: str, tmp_path: Path) -> None:
-    with worker_of(tiny_model) as worker:
-        score, first = worker.score, dict[str, list[float]]()
-        assert score is not None
-        worker.score = lambda token_ids: first.setdefault(str(token_ids), score(token_ids))
-        with pytest.raises(EngineError, match="those of step 0: later pushes have not arrived"):
-            fit(tiny_model, tmp_path, worker)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,7 @@ import pytest
 import yaml
 from commands import ROOT, rlt
 from fake_worker import FakeWorker, worker_of
-from parsed import parser_of
-from tiny import CONFIGS, OVERLAYS, TINY, generates, name_of, tiny_run, uses_workers
+from tiny import CONFIGS, OVERLAYS, generates, name_of, tiny_run, uses_workers
 
 from rlt_lightning.engines import Launch
 from rlt_lightning.run.shipped import find_config, list_shipped_configs
@@ -84,10 +82,9 @@ def plain_worker(tiny_model: str) -> Iterator[FakeWorker]:
         yield worker
 
 
-# One of each verb, module, task and kind of engine; the run that tests share is that of laptop/rlt, and
-# tests/integration/test_vllm_worker.py has the overlay that launches.
-EACH_KIND = [f"recipe_7b/{name}" for name in ("grpo", "warmup", "sft", "generate", "rank", "evaluate")]
-EACH_KIND += ["add/vllm_async", "hardware/generate_8gpu", "add/lora"]
+# Of modules and engines those whose config no other test runs; tests/integration/test_vllm_worker.py has the
+# overlay that launches.
+EACH_KIND = ["recipe_7b/grpo", "recipe_7b/sft", "add/vllm_async", "hardware/generate_8gpu", "add/lora"]
 TO_RUN = [
     pytest.param(path, marks=[] if name_of(path) in EACH_KIND else pytest.mark.full, id=name_of(path))
     for path in (*CONFIGS, *OVERLAYS)
@@ -153,77 +150,3 @@ def test_traditional_rl_has_the_papers_rewards_and_stage_2s_figures() -> None:
     assert traditional["rollouts"] == stage_2["rollouts"]
     for name in ("group_size", "policy_loss", "optimizer", "gradient_checkpointing"):
         assert traditional["model"]["init_args"][name] == stage_2["model"]["init_args"][name]
-
-
-def test_validate_reports_held_out_reward(tiny_model: str, tmp_path: Path) -> None:
-    command = ["validate", "--config=configs/laptop/rlt.yaml", *TINY]
-    command += [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}", "--data.val_rows=2"]
-    result = rlt(*command, f"--output_dir={tmp_path / 'run'}")
-    assert result.returncode == 0, result.stderr
-    assert "reward/val_mean" in result.stdout
-    assert "rollout/val_closed_frac" in (tmp_path / "run" / "metrics.csv").read_text()
-
-
-def test_two_traces_of_a_row_score_together_as_each_alone(tiny_model: str, tmp_path: Path) -> None:
-    rows = [
-        {
-            "question": f"{i} + 1?",
-            "solution": str(i + 1),
-            "reasoning_trace": "Add one.",
-            "other_trace": "Guess " * i,
-        }
-        for i in range(1, 4)
-    ]
-    source = tmp_path / "rows.jsonl"
-    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = [
-        "predict",
-        "--config=configs/recipe_7b/score.yaml",
-        f"--data.source={source}",
-        "--data.prompts_per_step=3",
-    ]
-    command += [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}"]
-    scores: dict[str, list[dict[str, Any]]] = {}
-    for columns in ("reasoning_trace", "other_trace", "reasoning_trace, other_trace"):
-        run = tmp_path / columns.replace(", ", "-")
-        result = rlt(*command, f"--data.trace_columns=[{columns}]", f"--output_dir={run}")
-        assert result.returncode == 0, result.stderr
-        scores[columns] = [json.loads(line) for line in (run / "scores.jsonl").open()]
-    together = scores.pop("reasoning_trace, other_trace")
-    assert [score["trace_column"] for score in together] == ["reasoning_trace", "other_trace"] * 3
-    for name, alone in scores.items():
-        both = [score for score in together if score["trace_column"] == name]
-        for one, other in zip(both, alone, strict=True):
-            terms = {term: value for term, value in other.items() if isinstance(value, float)}
-            assert len(terms) > 5
-            assert {term: one[term] for term in terms} == pytest.approx(terms, abs=1e-5)
-    rewards = [score["reward"] for score in together]
-    assert abs(rewards[0] - rewards[1]) > 1e-3
-
-
-LIKELIHOOD = ["--config=recipe_7b/likelihood"]
-HURDLES = ["--config=laptop/rlt", "--model.reward=gentle.Gentle"]
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (LIKELIHOOD, {"reduction": "sum"}),
-        ([*LIKELIHOOD, "--model.reward.reduction=median"], {"reduction": "median"}),
-        ([*LIKELIHOOD, "--model.reward=RLTReward"], {"reduction": "mean", "kl_weight": 3.0}),
-        (HURDLES, {"kl_weight": 0.5, "max_coef": 0.01}),
-        ([*HURDLES, "--model.reward.max_coef=0.5"], {"kl_weight": 0.5, "max_coef": 0.5}),
-        (["--config=laptop/rlt", "--model.reward.kl_weight=2"], {"kl_weight": 2.0, "max_coef": 0.01}),
-    ],
-)
-def test_another_reward_has_its_own_defaults(
-    words: list[str], expected: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "gentle.py").write_text(
-        "from dataclasses import dataclass\nfrom rlt_lightning.rewards import RLTReward\n"
-        "@dataclass(frozen=True)\nclass Gentle(RLTReward):\n    kl_weight: float = 0.5\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    settings = parser_of("fit").parse_args(["fit", *words])
-    reward = settings.fit.model.init_args.reward.init_args
-    assert {name: reward[name] for name in expected} == expected

@@ -29,7 +29,6 @@ from rlt_lightning.callbacks import (
     RolloutCallback,
 )
 from rlt_lightning.callbacks.evaluate_every import require_student
-from rlt_lightning.checkpoints.export import export_checkpoint
 from rlt_lightning.checkpoints.io import FolderCheckpointIO
 from rlt_lightning.datamodules import (
     EvaluationDataModule,
@@ -41,7 +40,6 @@ from rlt_lightning.datamodules import (
     TeacherSFTData,
 )
 from rlt_lightning.engines import IPCPush, Sampling, VLLMEngine
-from rlt_lightning.metrics.answers import SET_FIGURES
 from rlt_lightning.modules import EvaluationModule, RLTModule, SFTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.rewards import CorrectnessReward
@@ -142,24 +140,6 @@ def finished(miniature: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     """A fine-tuned miniature with all checkpoints, evaluated at steps 0, 2, 4 and 6."""
     folder = tmp_path_factory.mktemp("evaluated") / "run"
     return folder, fit(miniature, folder, evaluations(), Checkpoint(1, save_top_k=-1), best_checkpoint())
-
-
-@pytest.mark.full
-def test_its_figures_are_those_of_the_exported_checkpoints(
-    finished: tuple[Path, Losses], miniature: str, tmp_path: Path
-) -> None:
-    folder, _ = finished
-    found = rows_of(folder)
-    assert list(found) == [0, 2, 4, 6]
-    assert len({row["eval/chains/pass_at_1"] for row in found.values()}) > 2  # it learns
-    models = {0: miniature}
-    for step in (2, 4, 6):
-        models[step] = str(tmp_path / f"model{step}")
-        export_checkpoint(str(folder / "checkpoints" / f"step={step:06d}.ckpt"), models[step])
-    for step, model in models.items():
-        figures = figures_of_test(model, tmp_path / f"test{step}")
-        assert figures == found[step]
-        assert set(figures) == {f"eval/chains/{name}" for name in SET_FIGURES}
 
 
 def test_its_prompts_are_those_of_the_exported_model(miniature: str, tmp_path: Path) -> None:
@@ -347,6 +327,3 @@ def test_ranks_share_the_problems_and_agree(strategy: str, miniature: str, tmp_p
 def test_no_teacher_is_evaluated(kind: type[StratosDataModule]) -> None:
     with pytest.raises(InputError, match=f"asks a student, but {kind.__name__} is for a teacher"):
         require_student(kind())
-
-
-# Seeing

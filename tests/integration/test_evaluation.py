@@ -16,13 +16,13 @@ from subprocess import CompletedProcess
 import pytest
 from cases import full
 from commands import rlt
-from fake_worker import FakeWorker, worker_of
+from fake_worker import FakeWorker
 from gpqa import SECRETS, Row, gpqa_like, write
 from tiny import TINY_EVALUATION
 
 from rlt_lightning.datamodules.evaluation import EvaluationDataModule
 from rlt_lightning.datamodules.evaluation_sets import read_set
-from rlt_lightning.judging.judge import Judge, Verdict
+from rlt_lightning.judging.judge import Judge
 from rlt_lightning.metrics import AnswerFigures
 from rlt_lightning.metrics.answers import (
     compute_set_figures,
@@ -176,16 +176,6 @@ def test_reference_solutions_are_right_and_others_wrong(
     assert not any(verdict.correct for verdict in verdicts)
 
 
-def test_countdown_problems_are_judged_by_their_own_solutions(judge: Judge) -> None:
-    from rlt_lightning.datamodules.sources import read_rows
-
-    questions = read_set("countdown", None, 5, 0)
-    rows = [row for _, row in read_rows("countdown", "test", 5, 0)]
-    pairs = [(str(row["solution"]), q.reference) for row, q in zip(rows, questions, strict=True)]  # type: ignore[call-overload, index]
-    assert judge.judge_all(pairs) == [Verdict(True, False, row["answer"]) for row in rows]  # type: ignore[call-overload, index]
-    assert "Write the expression" in questions[0].question
-
-
 # Runs
 
 
@@ -305,13 +295,6 @@ def test_rows_of_another_judge_are_not_resumed(finished: Path, tiny_model: str, 
     assert resumed.finished == rows[:2]
 
 
-def test_the_same_seed_gives_the_same_responses_whatever_the_batch(
-    finished: Path, tiny_model: str, tmp_path: Path
-) -> None:
-    evaluated(tiny_model, tmp_path / "run", "--data.batch_size=1", "--data.max_rows=2")
-    assert read(tmp_path / "run" / "responses.jsonl") == read(finished / "responses.jsonl")[:4]
-
-
 def test_a_worker_that_serves_the_model_spares_loading_it(tiny_model: str, tmp_path: Path) -> None:
     folder = tmp_path / "tokenizer"
     shutil.copytree(tiny_model, folder, ignore=shutil.ignore_patterns("*.safetensors"))
@@ -322,16 +305,6 @@ def test_a_worker_that_serves_the_model_spares_loading_it(tiny_model: str, tmp_p
         summary = evaluated(folder, tmp_path / "run", option)
         assert {body["max_tokens"] for body in worker.bodies} == {8}
     assert summary["rollouts"]["engine"] == "VLLMEngine"
-    assert len(read(tmp_path / "run" / "responses.jsonl")) == 8
-
-
-def test_the_workers_of_an_overlay_are_pushed_the_model(tiny_model: str, tmp_path: Path) -> None:
-    with worker_of(tiny_model) as worker:
-        options = ["--config=configs/add/vllm.yaml"]
-        options += [f"--rollouts.engine.init_args.urls=[{worker.url}]"]
-        options += ["--rollouts.engine.init_args.push=rlt_lightning.engines.IPCPush"]
-        evaluated(tiny_model, tmp_path / "run", *options)
-        assert worker.tensors
     assert len(read(tmp_path / "run" / "responses.jsonl")) == 8
 
 
@@ -392,12 +365,3 @@ def test_the_sets_keep_their_own_ids(tmp_path: Path) -> None:
         "math500/1",
         "math500/2",
     ]
-
-
-def test_a_set_of_ones_own_asks_as_its_file_does(tiny_model: str, tmp_path: Path) -> None:
-    rows = write(tmp_path / "rows.jsonl", [{"question": "start 2, add 1?", "solution": "\\boxed{3}"}])
-    found = evaluated(tiny_model, tmp_path / "run", f"--data.sets={{my-task: {rows}}}")["sets"]["my-task"]
-    assert (found["title"], found["source"]) == ("my-task", str(rows))
-    assert "user\nstart 2, add 1?<|im_end|>" in found["prompt"]  # no instruction before it
-    [question] = read_set("my-task", str(rows), None, 0)
-    assert question.reference == {"kind": "math", "answer": "3"}

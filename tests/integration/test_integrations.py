@@ -113,14 +113,6 @@ def model() -> Any:
     return load_model("miniature", attn_implementation="sdpa").train()
 
 
-@pytest.mark.parametrize("options", [{}, {"kl_estimator": "exact"}], ids=str)
-def test_a_group_gets_the_rewards_of_single_completions(model: Any, options: dict[str, Any]) -> None:
-    reward = shown(model, reward=RLTReward(**options))
-    together = rewards_of(reward, TEXTS)
-    assert together == pytest.approx([rewards_of(reward, [text])[0] for text in TEXTS], abs=1e-5)
-    assert together[2] < together[0]
-
-
 def test_the_trained_model_stays_as_it_was(model: Any) -> None:
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.5
@@ -320,31 +312,6 @@ def test_verl_gets_the_rewards_of_predict(estimator: Any, tmp_path: Path) -> Non
     assert [score["score"] for score in scores] == pytest.approx(theirs, abs=1e-4)
     for score in scores:
         assert score["score"] == pytest.approx(score["solution"] + score["kl"] + score["format"], abs=1e-5)
-
-
-def test_completions_that_wait_are_scored_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    reward = hook()
-    sizes: list[int] = []
-
-    def scored(rows: list[Any], texts: list[str]) -> list[dict[str, float]]:
-        sizes.append(len(texts))
-        return [{"score": float(len(text))} for text in texts]
-
-    monkeypatch.setattr(reward, "_score", scored)
-    texts = ["a" * length for length in range(9)]
-
-    async def later(text: str, turns: int) -> float:
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        return (await reward.compute_score("rlt", text, "1", {"question": "1?"}))["score"]
-
-    async def gathered() -> list[float]:
-        first = asyncio.gather(*(later(text, 0) for text in texts[:4]))
-        return [*(await first), *await asyncio.gather(*(later(text, 0) for text in texts[4:]))]
-
-    for _ in range(2):  # each in a loop of its own
-        assert asyncio.run(gathered()) == list(map(float, range(9)))
-    assert sizes == [4, 5, 4, 5]
 
 
 def test_verl_renders_the_prompt_of_the_teacher() -> None:

@@ -18,7 +18,7 @@ import pytest
 from cases import full, slow
 from commands import ROOT, Running, path_of_tests, rlt, start, wait_until
 from fake_worker import worker_of
-from fits import explanation, metrics, small_fit, weights
+from fits import explanation, metrics, sampled_by, small_fit, weights
 from kills import processes, send_sigterm, wait_for
 from launchers import STRATEGIES, TORCHRUN
 
@@ -210,9 +210,7 @@ def test_sigterm_does_not_wait_for_workers_that_ended(
 ) -> None:
     folder, log = tmp_path / "run", tmp_path / "log"
     with worker_of(tiny_model) as worker:
-        options = [*RANKS[ranks], "--rollouts.engine=rlt_lightning.engines.VLLMEngine"]
-        options += [f"--rollouts.engine.urls=[{worker.url}]"]
-        options += ["--rollouts.engine.push=rlt_lightning.engines.IPCPush"]
+        options = [*RANKS[ranks], *sampled_by(worker.url)]
         pause = fault("on_train_batch_start", "pause", 2)
         process = start(*command(tiny_model, folder, *options, pause), log=log)
         wait_for(lambda: "--- made at" in log.read_text(), process, log)

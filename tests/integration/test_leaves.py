@@ -47,18 +47,14 @@ def test_a_loss_reads_the_engines_log_probs(tiny_model: str, tmp_path: Path) -> 
     batch, metrics, witness = fit(rlt, tiny_model, tmp_path)
     assert float(metrics["policy/kept_frac"]) == 1
     # On policy the ratio is 1 but for rounding: the gradient is that of - A * log pi, averaged over tokens.
-    policy = module(tiny_model).load(tiny_model, "float32").model
-    policy.load_state_dict(witness.weights_before, strict=False)
+    policy = witness.load_policy(tiny_model)
     rows, loss = batch.rollouts.rollouts, torch.zeros(())
     num_tokens = sum(len(row.completion.token_ids) for row in rows)
     for row, advantage in zip(rows, batch.step.advantages, strict=True):
         log_probs = slow_log_probs(policy, row.problem.teacher_prompt, row.completion.token_ids, 0.7)
         loss = loss - advantage * log_probs.sum() / num_tokens
     loss.backward()
-    for name, parameter in policy.named_parameters():
-        assert parameter.grad is not None
-        bound = 1e-4 * float(parameter.grad.abs().max()) + 1e-7
-        torch.testing.assert_close(witness.gradients[name], parameter.grad, atol=bound, rtol=0, msg=name)
+    witness.require_gradients(policy, 1e-4)
 
 
 def test_a_term_of_the_reward_is_made_of_tokens(tiny_model: str, tmp_path: Path) -> None:
@@ -115,8 +111,7 @@ def test_both_roles_have_the_gradient_of_jolt(plus: float, tiny_model: str, tmp_
         RewardCredit() + RatioCredit(weight=0.3), plus * RewardCredit() + RatioCredit(weight=0.7)
     )
     batch, _, witness = fit(jolt, tiny_model, tmp_path, rows)
-    policy = module(tiny_model).load(tiny_model, "float32").model
-    policy.load_state_dict(witness.weights_before, strict=False)
+    policy = witness.load_policy(tiny_model)
     rollouts, loss = batch.rollouts.rollouts, torch.zeros(())
     roles = [row.problem.row < 0 for row in rollouts]
     assert roles == [False] * 4 + [True] * 4 + [False] * 4 + [True] * 4
@@ -134,10 +129,7 @@ def test_both_roles_have_the_gradient_of_jolt(plus: float, tiny_model: str, tmp_
         weights = advantage - 0.3 * delta if is_teacher else plus * advantage + 0.7 * delta
         loss = loss - (weights * own).sum() / num_tokens
     loss.backward()
-    for name, parameter in policy.named_parameters():
-        assert parameter.grad is not None
-        bound = 1e-3 * float(parameter.grad.abs().max()) + 1e-7
-        torch.testing.assert_close(witness.gradients[name], parameter.grad, atol=bound, rtol=0, msg=name)
+    witness.require_gradients(policy)
 
 
 @pytest.mark.parametrize("updates", [1, 2])
@@ -158,8 +150,7 @@ def test_steps_are_credited_to_their_tokens(updates: int, miniature: str, tmp_pa
     assert any(values.any() for values in step.tokens["steps"].values())
     if updates > 1:
         return  # other weights have sampled than those before the last update
-    policy = module(miniature).load(miniature, "float32").model
-    policy.load_state_dict(witness.weights_before, strict=False)
+    policy = witness.load_policy(miniature)
     loss = torch.zeros(())
     for row, rollout in enumerate(step.rollouts(range(8))):
         tokens = rollout.completion.token_ids
@@ -167,10 +158,7 @@ def test_steps_are_credited_to_their_tokens(updates: int, miniature: str, tmp_pa
         credit = step.advantages[row] + 0.3 * step.tokens["steps"][row]
         loss = loss - (credit * own).mean() / 8
     loss.backward()
-    for name, parameter in policy.named_parameters():
-        assert parameter.grad is not None
-        bound = 1e-3 * float(parameter.grad.abs().max()) + 1e-7
-        torch.testing.assert_close(witness.gradients[name], parameter.grad, atol=bound, rtol=0, msg=name)
+    witness.require_gradients(policy)
 
 
 def test_pairs_are_trained_by_dpo(tiny_model: str, tmp_path: Path) -> None:
@@ -182,8 +170,7 @@ def test_pairs_are_trained_by_dpo(tiny_model: str, tmp_path: Path) -> None:
     witness = Witness()
     trainer = bare_trainer(tmp_path, witness, steps=2)
     trainer.fit(DPOModule(tiny_model, beta=0.5, **options), datamodule=data)
-    policy, reference = (module(tiny_model).load(tiny_model, "float32").model for _ in range(2))
-    policy.load_state_dict(witness.weights_before, strict=False)  # after one step
+    policy, reference = witness.load_policy(tiny_model), module(tiny_model).load(tiny_model, "float32").model
     losses = []
     answers = witness.batches[1].rollouts
     for chosen, rejected in zip(answers[::2], answers[1::2], strict=True):
@@ -198,7 +185,4 @@ def test_pairs_are_trained_by_dpo(tiny_model: str, tmp_path: Path) -> None:
     assert float(trainer.callback_metrics["policy/loss"]) == pytest.approx(float(loss), abs=1e-5)
     assert abs(float(loss) - math.log(2)) > 1e-3
     loss.backward()
-    for name, parameter in policy.named_parameters():
-        assert parameter.grad is not None
-        bound = 1e-3 * float(parameter.grad.abs().max()) + 1e-7
-        torch.testing.assert_close(witness.gradients[name], parameter.grad, atol=bound, rtol=0, msg=name)
+    witness.require_gradients(policy)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from bespoke import ROWS, bespoke, rows_of, stage_4, student, trained_prompts, write  # noqa: F401
-from cases import full
 from commands import rlt
 from transformers import AutoTokenizer
 
@@ -218,31 +217,21 @@ def test_the_frozen_student_is_asked_in_its_own_format(tiny_model: str, tmp_path
     assert data.trained_format() == ModelFormat("teacher", R1, "Explain.")
 
 
-OTHER = "--data.student_system_prompt=Other."
 TAGS = "--data.tags=stratos"
 CONTRADICTIONS = {
     "fit": ["fit", "--config=configs/laptop/rlt.yaml", "--data.teacher_system_prompt=Other."],
-    "fit student_sft": ["fit", "--config=configs/laptop/sft.yaml", OTHER],
-    "predict": ["predict", "--config=configs/laptop/generate.yaml", TAGS],
     "test": ["test", "--config=configs/laptop/evaluate.yaml", TAGS],
 }
 
 
-@pytest.mark.parametrize(
-    "verb",
-    [name if name in ("fit", "test") else full(name) for name in CONTRADICTIONS],
-)
+@pytest.mark.parametrize("verb", CONTRADICTIONS)
 def test_a_contradiction_is_one_line_that_shows_both(verb: str, miniature: str, tmp_path: Path) -> None:
     teacher = trained(tmp_path / "teacher", miniature, "teacher", R1, system_prompt="")
     student = trained(tmp_path / "student", miniature, "student", R1, system_prompt="")
     words = CONTRADICTIONS[verb]
     both = [f"--model.teacher={teacher}", f"--model.student={student}"]
-    models = {
-        "fit student_sft": [f"--model.pretrained={student}"],
-        "test": [f"--model.pretrained={student}"],
-    }
-    output = [f"--output_dir={tmp_path / 'run'}"]
-    result = rlt(*words, *models.get(verb, both), *output, text=QUESTION)
+    models = [f"--model.pretrained={student}"] if verb == "test" else both
+    result = rlt(*words, *models, f"--output_dir={tmp_path / 'run'}", text=QUESTION)
     assert result.returncode == 2, result.stderr
     [line] = result.stderr.strip().splitlines()
     assert "was trained with" in line

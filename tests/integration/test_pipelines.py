@@ -16,7 +16,6 @@ from rows_of import read
 from sampling import numbered
 
 from rlt_lightning.callbacks import DistillationWriter, RolloutCallback
-from rlt_lightning.callbacks.predictions import is_usable
 from rlt_lightning.datamodules import (
     StratosDataModule,
     StudentRLData,
@@ -158,12 +157,6 @@ def test_every_answer_is_counted_once_by_what_it_is(source: str, tiny_model: str
     assert sum(not row["solution"] for row in rows) == 3
     assert sum(bool(row["solution"]) and not row["correct"] for row in rows) == 1
     assert [row["pass_rate"] for row in rows][::3] == [1, 2 / 3, 1]
-
-
-def test_an_answer_is_used_if_it_is_right_split_and_fits() -> None:
-    row = {"solution": "4", "correct": 1.0, "fits": True}
-    assert is_usable(row)
-    assert not any(is_usable(row | other) for other in ({"solution": ""}, {"correct": 0.0}, {"fits": False}))
 
 
 def test_selections_of_answers_take_what_they_say() -> None:

@@ -1,4 +1,4 @@
-"""`rlt predict` on several processes writes the same files as on one, byte for byte."""
+"""`rlt predict` on several processes and after kills writes the same files as on one, byte for byte."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import pytest
 from cases import full
 from commands import rlt, start, wait_until
 from fake_worker import worker_of
+from fits import assert_one_clear_line
+from gpqa import write
 from kills import processes, send_sigterm, wait_for
 
 # Explanations of the pretrained teacher, of which some are too long for the student and sampled again. Of
@@ -164,3 +166,58 @@ def test_a_workers_traces_are_those_of_one(ranks: str, tiny_model: str, tmp_path
             predict(folder, *options, f"--rollouts.engine.urls=[{worker.url}]", *more)
         found.append(read_files(folder))
     assert found[0] == found[1]
+
+
+# Scores of given traces
+
+ROWS = [
+    {
+        "question": f"What is {n} + {n}?",
+        "solution": str(2 * n),
+        "reasoning_trace": f"{n} and {n}: {2 * n}.",
+        "id": n,
+    }
+    for n in range(1, 10)
+]
+
+
+def command(config: str, model: str, source: Path, folder: Path, *options: str) -> list[str]:
+    models = [f"--model.teacher={model}", f"--model.student={model}"]
+    where = [f"--data.source={source}", f"--output_dir={folder}"]
+    return ["predict", f"--config=recipe_7b/{config}", *models, *where, *options]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write(tmp_path / "rows.jsonl", ROWS)
+
+
+def test_scoring_goes_on_after_the_last_whole_row(tiny_model: str, source: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    whole = command("score", tiny_model, source, folder, "--data.prompts_per_step=1")
+    assert rlt(*whole).returncode == 0
+    scores = folder / "scores.jsonl"
+    before = scores.read_text()
+    lines = before.splitlines(keepends=True)
+    scores.write_text("".join(lines[:4]) + lines[4][:20])
+    result = rlt(*whole, "--resume=true")
+    assert result.returncode == 0, result.stderr
+    assert " 5/5 [" in result.stdout  # what is missing, and no more
+    assert scores.read_text() == before
+
+
+@pytest.mark.full
+def test_scores_of_other_rows_or_settings_are_not_gone_on_with(
+    tiny_model: str, source: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    whole = command("score", tiny_model, source, folder)
+    assert rlt(*whole).returncode == 0
+    before = (folder / "scores.jsonl").read_bytes()
+    texts = rlt(*whole, "--resume=true", "--distillation.per_token=true")
+    assert "distillation.per_token was False and is True" in texts.stderr
+    for rows in ([{**ROWS[0], "solution": "7"}, *ROWS[1:]], ROWS[:-1]):
+        write(source, rows)
+        refused = rlt(*whole, "--resume=true")
+        assert_one_clear_line(refused, "has rows of other problems. Restore data.source")
+    assert (folder / "scores.jsonl").read_bytes() == before

@@ -7,7 +7,6 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -104,26 +103,6 @@ def test_the_scripts_of_the_page_run(tmp_path: Path, tiny_model: str) -> None:
 
 def own_rows() -> list[dict[str, Any]]:
     return [row for _, row in read_rows("chains", num_embedded_rows=12) if isinstance(row, dict)]
-
-
-def sources(folder: Path) -> Iterator[Any]:
-    """The same rows: a file by its name and by its path, in a list, and in a Dataset."""
-    import datasets
-
-    rows = own_rows()
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    yield from (str(path), path, rows, tuple(rows), datasets.Dataset.from_list(rows))
-
-
-def test_rows_in_memory_make_the_items_of_a_file(tmp_path: Path) -> None:
-    made = []
-    for source in sources(tmp_path):
-        rows = TeacherRLData(source, tokenizer="miniature", prompts_per_step=4, val_source=source, **CHAINS)
-        rows.setup("fit")
-        made.append((list(rows.items), list(rows.val_items)))
-    assert len(made) == 5
-    assert all(items == made[0] for items in made)
 
 
 def trainer(folder: Path | RunFolder, steps: int = 2, **options: Any) -> Trainer:

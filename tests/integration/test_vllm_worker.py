@@ -369,16 +369,6 @@ def test_cached_prefixes_do_not_outlive_a_push(engine: VLLMEngine, trainer: Trai
         assert completion.log_probs == pytest.approx(expected, abs=1e-3)
 
 
-@pytest.mark.parametrize("limits", [{"top_p": 0.5}, {"top_k": 3}, {"repetition_penalty": 1.3}])
-def test_truncated_log_probs_are_not_passed_off_as_the_policys(
-    limits: dict[str, float], engine: VLLMEngine, trainer: Trainer
-) -> None:
-    trainer.push(engine)
-    sampling = Sampling(temperature=0.7, max_completion_length=4, **limits)
-    [[completion]] = sample_groups(engine, [trainer.prompt("Hello")], sampling, 1, STOP, [5])
-    assert completion.log_probs is None
-
-
 # Whole runs, with a worker that they launch
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import grpo
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
-from torch import Tensor
 from trainers import bare_trainer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -19,7 +19,7 @@ from rlt_lightning.datamodules.views import TeacherViews, View
 from rlt_lightning.engines import Sampling
 from rlt_lightning.modules import OPDModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
-from rlt_lightning.types import Completion, PromptBatch, Rollout
+from rlt_lightning.types import Completion, Rollout
 
 TEMPERATURE = 0.7
 
@@ -58,22 +58,17 @@ def module(miniature: str, **options: Any) -> OPDModule:
     return OPDModule(miniature, optimizer=OptimizerConfig(lr=1e-3, max_grad_norm=0), **options)
 
 
-class Witness(Callback):
-    """Keeps each step's batch, the gradients before clipping, and the metrics."""
+class Witness(grpo.Witness):
+    """Keeps each step's metrics too."""
 
     def __init__(self) -> None:
-        self.batches: list[PromptBatch] = []
-        self.gradients: dict[str, Tensor] = {}
+        super().__init__()
         self.metrics: list[dict[str, Any]] = []
-
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
-        named = pl_module.policy.named_parameters()
-        self.gradients = {n: p.grad.clone() for n, p in named if p.grad is not None}
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self.batches.append(batch)
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         self.metrics.append(dict(pl_module.step_metrics))
 
 

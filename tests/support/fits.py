@@ -28,6 +28,15 @@ def small_fit(model: str, folder: Path, *options: str) -> list[str]:
     ]
 
 
+def sampled_by(*urls: str, push: str = "IPCPush") -> list[str]:
+    """Options with which workers at these addresses sample, and are pushed the weights."""
+    named = [
+        f"--rollouts.engine.urls={json.dumps(urls)}",
+        f"--rollouts.engine.push=rlt_lightning.engines.{push}",
+    ]
+    return ["--rollouts.engine=rlt_lightning.engines.VLLMEngine", *named]
+
+
 def metrics(folder: Path) -> dict[int, dict[str, float]]:
     with open(folder / "metrics.csv", newline="") as file:
         return {

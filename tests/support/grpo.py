@@ -53,12 +53,26 @@ class Witness(Callback):
         self.weights_before = {n: p.detach().clone() for n, p in pl_module.policy.named_parameters()}
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
-        self.gradients = {n: p.grad.clone() for n, p in pl_module.policy.named_parameters()}
+        named = pl_module.policy.named_parameters()
+        self.gradients = {n: p.grad.clone() for n, p in named if p.grad is not None}
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self.batches.append(batch)
+
+    def load_policy(self, model: str) -> Any:
+        """The policy as it was before the last step, without anything of ours around it."""
+        policy = module(model).load(model, "float32").model
+        policy.load_state_dict(self.weights_before, strict=False)
+        return policy
+
+    def require_gradients(self, policy: Any, relative: float = 1e-3) -> None:
+        """The last step's gradients must be those of this model, to a part of the largest of each tensor."""
+        for name, parameter in policy.named_parameters():
+            assert parameter.grad is not None
+            bound = relative * float(parameter.grad.abs().max()) + 1e-7
+            torch.testing.assert_close(self.gradients[name], parameter.grad, atol=bound, rtol=0, msg=name)
 
 
 def slow_log_probs(model: Any, prompt: list[int], scored: list[int], temperature: float) -> Tensor:

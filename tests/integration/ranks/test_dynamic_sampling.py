@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import async_runs
@@ -26,7 +25,6 @@ from torch import Tensor
 from rlt_lightning.callbacks import Checkpoint, DynamicSampling, RolloutCallback
 from rlt_lightning.checkpoints.io import FolderCheckpointIO
 from rlt_lightning.datamodules import StratosDataModule, StudentRLData, TeacherRLData
-from rlt_lightning.datamodules.loader import StepLoader
 from rlt_lightning.engines import HFEngine, Sampling
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
@@ -34,7 +32,7 @@ from rlt_lightning.numerics.losses import GRPOLoss
 from rlt_lightning.rewards import CorrectnessReward, Reward, RLTReward
 from rlt_lightning.rollouts.request import RolloutRequest
 from rlt_lightning.rollouts.step import Shards, StepBatch
-from rlt_lightning.types import Completion, InputError, Problem, PromptBatch
+from rlt_lightning.types import Completion, InputError, Problem
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 GROUP_SIZE, PROMPTS, ROWS, STEPS = 4, 4, 11, 5  # an epoch has two full batches
@@ -92,36 +90,6 @@ def test_equal_completions_get_the_same_numbers() -> None:
 def test_at_least_one_round_is_allowed() -> None:
     with pytest.raises(InputError, match="max_rounds must be at least 1, but is 0"):
         DynamicSampling(max_rounds=0)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_other_problems_take_slots_and_belong_to_the_ranks_of_those(rank: int) -> None:
-    problems = [Problem(row, "q", "s", [row], [], [], [], []) for row in range(1, 9)]
-    loader: Any = StepLoader(problems, 4, PromptBatch, rank=rank, world_size=2)
-    batch = next(iter(loader))
-    data = SimpleNamespace(stop="", build_rollout=None)
-    callback = RolloutCallback(sampling=Sampling(max_completion_length=4))
-    trainer: Any = SimpleNamespace(global_rank=rank, world_size=2, datamodule=data, train_dataloader=loader)
-    module: Any = SimpleNamespace(group_size=2, global_step=3)
-    sampler = callback.sampler
-    sampler.bind(trainer, module)
-    sampler.problems_per_rank = len(batch.problems)
-    position = loader.position
-
-    assert sampler.request_others([]) is None
-    assert loader.position == position  # no problem was taken
-    request = sampler.request_others([1, 2, 3])
-    assert request is not None
-    order = [problems[i].row for i in loader.list_epoch(0)]
-    assert request.rows == order[4:7]  # those that follow the step's four, alike on both ranks
-    assert (request.slots, request.policy_version, request.num_completions) == ([1, 2, 3], 3, 2)
-    # The step's slots 0 and 1 are rank 0's, 2 and 3 rank 1's. Each asks its engine for two of three.
-    assert request.logged == ([0], [1, 2])[rank]
-    assert request.asked == ([0, 1], [2, 0])[rank]
-    last = sampler.request_others([0, 1])
-    assert last is not None
-    assert (last.rows, last.slots) == (order[7:], [0])  # fewer than slots
-    assert sampler.request_others([0]) is None
 
 
 # Runs
@@ -407,6 +375,3 @@ def test_two_processes_resume_exactly(strategy: str, tiny_model: str, tmp_path: 
     run(tiny_model, tmp_path / "resumed", strategy, checkpoint=checkpoint, **options)
     ours, theirs = weights_of_ranks(tmp_path / "resumed"), weights_of_ranks(tmp_path / "whole")
     assert largest_difference(ours, theirs) == 0
-
-
-# Settings

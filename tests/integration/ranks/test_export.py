@@ -34,15 +34,6 @@ def test_a_checkpoint_becomes_an_ordinary_model_folder(
     assert "| optimizer steps | 5 |" in (folder / "README.md").read_text()
 
 
-def test_a_run_folder_stands_for_its_newest_checkpoint(runs: dict[str, Path], tmp_path: Path) -> None:
-    export_checkpoint(str(runs["single"]), str(tmp_path / "newest"))
-    export_checkpoint(str(runs["single"] / "checkpoints" / "step=000001.ckpt"), str(tmp_path / "first"))
-    newest, first = (load_file(tmp_path / name / "model.safetensors") for name in ("newest", "first"))
-    final = load_file(runs["single"].with_suffix(".safetensors"))
-    assert largest_difference(newest, final) == 0
-    assert largest_difference(first, final) > 0
-
-
 def test_weights_are_written_in_several_files_in_the_type_that_is_asked_for(
     runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

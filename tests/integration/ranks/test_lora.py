@@ -58,20 +58,14 @@ def merged(model: Any) -> dict[str, Tensor]:
     return weights
 
 
-def test_a_layer_by_hand_and_nothing_else_is_trained(tiny_model: str) -> None:
+def test_only_chosen_layers_are_adapted(tiny_model: str) -> None:
     with pytest.raises(InputError, match="no_such"):
         adapted(tiny_model, LoRA(targets=["q_proj", "no_such"]))
-    model = adapted(tiny_model, LoRA(rank=2, alpha=3.0, targets=["q_proj"]))
+    model = adapted(tiny_model, LoRA(targets=["q_proj"]))
     assert {name.rpartition("self_attn.")[2] for name in trained_tensors(model)} == {
         "q_proj.lora_A.default.weight",
         "q_proj.lora_B.default.weight",
     }
-    layer = model.model.layers[0].self_attn.q_proj
-    x = torch.randn(5, 64)
-    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
-    assert (a.shape, b.shape) == ((2, 64), (64, 2))
-    by_hand = x @ layer.base_layer.weight.T + 3.0 / 2 * (x @ a.T) @ b.T
-    torch.testing.assert_close(layer(x), by_hand)
 
 
 def test_autocast_makes_no_copies_that_change_no_bit(
@@ -106,15 +100,6 @@ def test_the_part_that_an_adapter_reaches_is_told(tmp_path: Path, capsys: pytest
     total = sum(weight.numel() for weight in model.parameters())
     experts = sum(weight.numel() for name, weight in model.named_parameters() if "experts.gate_up" in name)
     assert f"experts.gate_up_proj {experts / total:.0%}" in line
-
-
-def test_training_starts_at_the_pretrained_model(tiny_model: str) -> None:
-    model = load_model(tiny_model)
-    add_adapter(model, LORA, seed=0)
-    assert torch.equal(log_probs(model), log_probs(load_model(tiny_model)))
-    size = sum(tensor.numel() for tensor in trained_tensors(model).values())
-    inputs_and_outputs = 2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 128)  # q, o; k, v; gate, up, down
-    assert size == 2 * LORA.rank * inputs_and_outputs  # of 2 layers
 
 
 def test_an_empty_model_gets_the_values_of_a_loaded_one(tiny_model: str) -> None:

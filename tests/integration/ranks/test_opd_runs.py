@@ -75,22 +75,6 @@ def test_two_processes_divide_uneven_answers_and_train_as_one(
 # One process
 
 
-@pytest.mark.full
-def test_every_layout_gives_the_same_step(miniature: str, teacher: str, tmp_path: Path) -> None:
-    found = {}
-    for layout in ("single", "packed", "shared_prefix", "auto"):
-        found[layout] = Witness()
-        opd = module(miniature, teacher=teacher, group_size=3, layout=layout, micro_batch_tokens=400)
-        fit(tmp_path / layout, opd, found[layout])
-        assert opd.chosen_layout == layout
-    single = found.pop("single")
-    for witness in found.values():
-        for name in FIGURES:
-            assert float(witness.metrics[0][name]) == pytest.approx(float(single.metrics[0][name]), rel=1e-4)
-        for name, gradient in single.gradients.items():
-            torch.testing.assert_close(witness.gradients[name], gradient, atol=1e-6, rtol=1e-4)
-
-
 @pytest.mark.parametrize("estimator", ["full", full("sampled")])
 def test_a_step_in_which_nothing_can_be_judged_moves_nothing(
     estimator: Any, tiny_model: str, tmp_path: Path

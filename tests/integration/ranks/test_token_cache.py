@@ -33,7 +33,7 @@ from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.datamodules.stages import SFTData
 from rlt_lightning.datamodules.token_cache import VERSION, flatten_item, hash_value
 from rlt_lightning.modules import SFTModule
-from rlt_lightning.types import InputError, Problem
+from rlt_lightning.types import InputError
 
 MakeData = Callable[..., StratosDataModule]
 STAGES = [TeacherRLData, TeacherSFTData, StudentSFTData, ScoringData, StudentRLData]
@@ -164,23 +164,6 @@ def test_items_cost_their_token_ids(make_data: MakeData, source: str) -> None:
     num_tokens = int(items.sum_columns("token_ids").sum())
     beside = 800 * len(items)  # numbers of each item, and the system prompt
     assert 4 * num_tokens <= num_bytes <= 4 * num_tokens + beside
-
-
-def test_views_are_lists_of_items(make_data: MakeData, source: str) -> None:
-    data = make_data(source, source, val_rows=7)
-    items, rows = data.items, [item.row for item in data.items]
-    assert items.rows.tolist() == rows
-    assert [item.row for item in items[2:9]] == rows[2:9]
-    assert [item.row for item in items[5:][1:3]] == rows[6:8]
-    assert items[-1] == list(items)[-1]
-    assert len(items[:0]) == 0
-    assert [item.row for item in data.all_items] == rows + data.val_items.rows.tolist()
-    lengths = [len(item.teacher_prompt) for item in data.problems]
-    assert data.all_items.sum_columns("teacher_prefix", "think_prefix").tolist() == lengths
-    assert {row > 40 for row in rows} == {True, False}
-    assert items.sources.tolist() == [int(row > 40) for row in rows]
-    with pytest.raises(IndexError):
-        items[len(items)]
 
 
 def test_columns_that_json_does_not_know_come_back(make_data: MakeData, tmp_path: Path) -> None:
@@ -366,9 +349,3 @@ def test_a_failed_source_leaves_no_entry(make_data: MakeData, tmp_path: Path) ->
     with pytest.raises(InputError, match="rows"):
         make_data(str(source))
     assert entries(tmp_path) == set()
-
-
-def test_problems_are_built_when_they_are_asked_for(make_data: MakeData, source: str) -> None:
-    data = make_data(source)
-    assert isinstance(data.problems[0], Problem)
-    assert data.problems[0] is not data.problems[0]

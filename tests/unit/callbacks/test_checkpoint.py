@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch.callbacks import ModelCheckpoint
-from safetensors.torch import load_file
 
 from rlt_lightning import RLTModule, RolloutCallback, Sampling, TeacherRLData, Trainer
 from rlt_lightning.callbacks import Checkpoint
@@ -16,7 +14,6 @@ from rlt_lightning.run.metrics_csv import read_rows
 
 ROWS = [{"question": f"What is {n} + 1?", "solution": f"It is \\boxed{{{n + 1}}}."} for n in range(4)]
 SAMPLING = Sampling(temperature=0.7, max_completion_length=4)
-VALIDATED = {"val_check_interval": 2, "check_val_every_n_epoch": None}
 
 
 def list_checkpoints(folder: Path, checkpoint: Checkpoint, num_val: int = 0, **options: Any) -> list[int]:
@@ -35,7 +32,6 @@ def list_checkpoints(folder: Path, checkpoint: Checkpoint, num_val: int = 0, **o
         ({"every_n_train_steps": 2}, [2, 4, 5]),
         ({"train_time_interval": timedelta(0)}, [1, 2, 3, 4, 5]),
         ({"train_time_interval": timedelta(days=1)}, [5]),
-        ({}, [5]),  # ten minutes
     ],
 )
 def test_checkpoints_come_by_iterations_or_time_and_at_the_end(
@@ -44,21 +40,9 @@ def test_checkpoints_come_by_iterations_or_time_and_at_the_end(
     assert list_checkpoints(tmp_path, Checkpoint(save_top_k=-1, **settings)) == steps
 
 
-def test_lightnings_callback_keeps_the_best_beside_the_newest(tmp_path: Path) -> None:
-    best = ModelCheckpoint(
-        monitor="reward/val_mean", mode="min", filename="best-{step}", save_on_train_epoch_end=False
-    )
-    callbacks = [RolloutCallback(sampling=SAMPLING), Checkpoint(), best]
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    assert list_checkpoints(whole, Checkpoint(), 1, callbacks=callbacks, **VALIDATED) == [5]
-    rows = {step: row for step, row in read_rows(whole / "metrics.csv") if "reward/val_mean" in row}
-    smallest = min(rows, key=lambda step: float(rows[step]["reward/val_mean"]))
-    [path] = (whole / "checkpoints").glob("best-step=*.ckpt")
-    assert path.name == f"best-step={smallest}.ckpt"
-    # A run that starts from it goes on exactly.
-    list_checkpoints(resumed, Checkpoint(), 1, **VALIDATED, ckpt_path=path)
-    ours, theirs = (load_file(run / "model" / "model.safetensors") for run in (resumed, whole))
-    assert all(ours[name].equal(theirs[name]) for name in theirs)
+def test_a_dry_run_leaves_no_model(tmp_path: Path) -> None:
+    list_checkpoints(tmp_path, Checkpoint(), fast_dev_run=True)
+    assert not (tmp_path / "model").exists()
 
 
 def test_default_bounds_the_loss_by_ten_minutes() -> None:

@@ -97,13 +97,6 @@ def test_a_linked_checkpoint_is_resumed_and_then_only_unlinked(tmp_path: Path) -
     assert (target / "state.pt").exists()
 
 
-def test_a_linked_folder_of_checkpoints_is_resumed(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    build_checkpoint(tmp_path / "disk" / "step=000006.ckpt")
-    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "disk")
-    assert choose_run_folder("fit", str(tmp_path / "run"), resume=True).resume
-
-
 @pytest.mark.parametrize("is_there", [True, False])
 def test_a_linked_model_is_replaced_again_and_again(is_there: bool, tmp_path: Path) -> None:
     target, model = tmp_path / "target", tmp_path / "model"

@@ -80,10 +80,6 @@ def test_a_run_stands_for_its_newest_checkpoint(named: str, tmp_path: Path) -> N
         choose_run_folder("fit", str(run), "", str(tmp_path))
 
 
-def test_without_a_folder_the_default_is_chosen() -> None:
-    assert choose_run_folder("fit", None, "runs/x") == RunFolder(Path("runs/x"), None, False, False)
-
-
 def start(folder: Path, overwrite: bool = False) -> None:
     open_run_folder(RunFolder(folder, None, False, overwrite))
 
@@ -95,11 +91,6 @@ def leave_run(folder: Path) -> None:
     for name in ("workers/worker-8000.log", "wandb/run_id", "config.yaml", "metrics.csv", "metrics.tmp"):
         (folder / name).touch()
     (folder / "data_report.json").write_text("{}")
-
-
-def test_a_report_of_bad_rows_is_not_in_the_way(tmp_path: Path) -> None:
-    (tmp_path / "data_report.json").touch()
-    start(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["thesis.txt", "rollouts.jsonl", "config.yaml", LAST, ".env"])

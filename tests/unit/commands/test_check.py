@@ -51,36 +51,15 @@ def test_rows_without_traces_are_told_what_stage_0_needs(tmp_path: Path) -> None
     assert "lacks reasoning_trace" in result.stderr
 
 
-def test_150_warmup_rows_of_ones_own_are_too_few(tmp_path: Path) -> None:
-    # Five stages ran without an alarm, and the student was worse than the base.
-    source = write_rows(tmp_path / "warmup.jsonl", chain_rows(150, seed=1))
-    found = read_checks(rlt("check", "--config=laptop/warmup", source))
-    status, text = found["steps"]
-    assert status == "fail"
-    assert text.startswith(
-        "9 optimizer steps, 9 in an epoch of 150 items (at least 20). Add rows, raise trainer"
-    )
-    assert {name for name, (status, _) in found.items() if status == "cannot"} == {"closed"}
-    assert found["lengths"][0] == found["rows"][0] == "pass"
-    assert not (tmp_path / "runs").exists()
-
-
 def test_a_stage_with_a_reward_gets_all_checks() -> None:
-    found = read_checks(rlt("check", "--config=laptop/rlt", *FEW))
+    found = read_checks(rlt("check", "--config=laptop/rlt", "--check.rows=12"))
     assert [*found] == ["rows", "lengths", "steps", "closed", "spread", "begin"]
-    assert "of 8 completions close the format" in found["closed"][1]
-    assert "of 4 groups the rewards differ" in found["spread"][1]
     begin = found["begin"][1]
     assert re.match(
-        r"the student is right in \d+ ± \d+ % of its own samples, in \d of 4 groups of 8 not", begin
+        r"the student is right in \d+ ± \d+ % of its own samples, in \d+ of 12 groups of 8 not", begin
     )
-    assert "of 8 explanations bring the student 60 % of the way from filler to the solution: " in begin
-
-
-def test_leaps_and_filler_are_not_called_useful() -> None:
     # 22 % of the warm-up teacher's explanations have all steps right; 54 % gain 0.2 nats over filler.
-    begin = read_checks(rlt("check", "--config=laptop/rlt", "--check.rows=12"))["begin"][1]
-    useful = re.search(r"(\d+) ± \d+ % of 48 explanations bring", begin)
+    useful = re.search(r"(\d+) ± \d+ % of 48 explanations bring the student 60 % of the way", begin)
     assert useful is not None
     assert 10 <= int(useful[1]) <= 40
 
@@ -154,7 +133,10 @@ def test_rows_that_limits_leave_out_are_counted(tmp_path: Path) -> None:
     found = read_checks(rlt("check", "--config=laptop/warmup", source))
     assert found["lengths"][0] == "fail"
     assert found["lengths"][1].startswith("16 of 64 rows are too long and left out, 0 are cut")
-    assert found["steps"][1].startswith("3 optimizer steps, 3 in an epoch of 48 items")
+    # Such a run, of five stages, ended without an alarm, and its student was worse than the base.
+    assert found["steps"][0] == "fail"
+    assert found["steps"][1].startswith("3 optimizer steps, 3 in an epoch of 48 items (at least 20)")
+    assert {name for name, (status, _) in found.items() if status == "cannot"} == {"closed"}
 
 
 @pytest.mark.parametrize(

@@ -66,11 +66,6 @@ def test_control_tokens_without_a_mark_are_read_as_ever(family: str) -> None:
     assert encode_marked(tokenizer, [text])[0] == tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def test_texts_without_control_tokens_get_no_mark() -> None:
-    text = "If 1 < x <= 2, then [x] is benzol." + TAIL
-    assert mark_text(load("qwen with thoughts"), text) == text
-
-
 def test_tags_may_stay_tokens_in_a_system_prompt() -> None:
     tokenizer = load("qwen with thoughts")
     prompt, tags = "Think in <think> and </think>, end with <|im_end|>.", ["<think>", "</think>"]
@@ -93,7 +88,7 @@ TEMPLATE = (
 
 def build_chat(family: str) -> tuple[ChatFormat, str, str]:
     """Return a format whose template writes two control tokens, and these."""
-    tokenizer = copy.deepcopy(load(family))
+    tokenizer = copy.copy(load(family))
     first, second = tokenizer.eos_token, list_controls(tokenizer)[-1]
     tokenizer.chat_template = TEMPLATE.replace("OPEN", second).replace("CLOSE", first)
     return ChatFormat(tokenizer, "r1", "Teach.", "Learn."), first, second

@@ -17,7 +17,7 @@ from tokenizers import processors
 from transformers import AutoTokenizer
 
 from rlt_lightning.datamodules.formats import ChatFormat, encode, encode_pieces
-from rlt_lightning.tags import R1, STRATOS, TagStyle, decode_each, tag_style
+from rlt_lightning.tags import TagStyle, decode_each, tag_style
 from rlt_lightning.types import Completion, InputError
 
 # The token layouts of four model families, in our own words.
@@ -54,7 +54,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Any:
 
 
 def with_template(tokenizer: Any, template: str | None) -> Any:
-    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer = copy.copy(tokenizer)
     tokenizer.chat_template = template
     return tokenizer
 
@@ -191,7 +191,7 @@ def test_tags_that_end_differently_share_no_separator(qwen: Any):
 
 
 def test_bos_of_the_template_is_not_doubled(smol: Any):
-    tokenizer = with_template(smol, LLAMA3)
+    tokenizer = copy.deepcopy(with_template(smol, LLAMA3))
     bos = ("<|endoftext|>", 0)
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         f"{bos[0]} $A", special_tokens=[bos]
@@ -208,22 +208,7 @@ def test_empty_system_prompt_sends_no_system_message(smol: Any):
     assert text_of(smol, problem.student_prefix).startswith("<|im_start|>user\nq<|im_end|>")
 
 
-def test_own_system_prompts_name_the_tags_in_use(smol: Any):
-    chat = ChatFormat(smol, "r1")
-    assert "<explanation> and </explanation>" in chat.teacher_system_prompt
-    assert "<think> and </think>" in chat.student_system_prompt
-    assert "{" not in chat.teacher_system_prompt + chat.student_system_prompt
-    assert ChatFormat(smol, "r1", "{thought_open} {x}").teacher_system_prompt == "<think> {x}"
-
-
 # Tags
-
-
-def test_tag_styles_by_name_or_field():
-    assert tag_style("r1") is R1
-    assert tag_style(STRATOS) is STRATOS
-    with pytest.raises(InputError, match=r"data\.tags must be stratos or r1.*got 'xml'"):
-        tag_style("xml")
 
 
 def test_a_separator_that_sticks_to_the_text_is_refused(smol: Any):
@@ -289,41 +274,25 @@ def test_the_end_tag_may_end_inside_the_last_token(qwen: Any):
     assert text_of(qwen, rollout.require_view().token_ids) == "Seven\n\n"
 
 
-def test_bodies_of_unclosed_completions(tokenizer: Any):
+@pytest.mark.parametrize(
+    ("text", "end", "closed"),
+    [
+        ("Count to seven", "", False),
+        ("Count to seven", "eos", False),
+        ("", "eos", False),
+        ("", "<|end_of_explanation|>", True),
+    ],
+)
+def test_what_ends_a_completion_is_not_in_its_body(tokenizer: Any, text: str, end: str, closed: bool):
     chat = ChatFormat(tokenizer)
+    body = encode(tokenizer, text)
+    reason = "stop" if closed else end or "length"
+    last = [tokenizer.eos_token_id] if end == "eos" else encode(tokenizer, end)
     problem = chat.build_problem(1, "q", SOLUTION)
-    token_ids = encode(tokenizer, "Count to seven")
-    rollout = chat.build_rollout(problem, Completion(token_ids, None, "length"))
-    assert (rollout.require_view().token_ids, rollout.require_view().num_tokens, rollout.closed) == (
-        token_ids,
-        len(token_ids),
-        False,
-    )
-    rollout = chat.build_rollout(problem, Completion([*token_ids, tokenizer.eos_token_id], None, "eos"))
-    assert (rollout.require_view().token_ids, rollout.text, rollout.closed) == (
-        token_ids,
-        "Count to seven",
-        False,
-    )
-
-
-def test_empty_completions_have_empty_bodies(tokenizer: Any):
-    chat = ChatFormat(tokenizer)
-    problem = chat.build_problem(1, "q", SOLUTION)
-    rollout = chat.build_rollout(problem, chat.completion_from_text(problem, chat.end_tag))
-    assert (
-        len(rollout.require_view().token_ids),
-        rollout.require_view().num_tokens,
-        rollout.empty,
-        rollout.closed,
-    ) == (
-        0,
-        0,
-        True,
-        True,
-    )
-    rollout = chat.build_rollout(problem, Completion([tokenizer.eos_token_id], None, "eos"))
-    assert (len(rollout.require_view().token_ids), rollout.empty) == (0, True)
+    rollout = chat.build_rollout(problem, Completion([*body, *last], None, reason))
+    view = rollout.require_view()
+    assert (view.token_ids, view.num_tokens, rollout.text) == (body, len(body), text)
+    assert (rollout.closed, rollout.empty) == (closed, not text)
 
 
 def test_a_completion_cut_inside_a_character_keeps_all_tokens(smol: Any):

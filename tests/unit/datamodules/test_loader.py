@@ -112,14 +112,6 @@ def test_more_brings_the_next_rows_and_later_batches_follow():
         next(batches)
 
 
-def test_more_ends_where_an_epoch_has_no_other_row():
-    loader = make_loader()
-    next(iter(loader))
-    rows = loader.take_more(100)
-    assert len(set(rows)) == len(rows) >= 6  # six of this epoch, and what only the next one has
-    assert loader.take_more(100) == [] or len({*rows, *loader.served}) == 11
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_resumed_loader_continues_after_more(rank: int):
     def serve(loader: StepLoader[int, list[int]], steps: range) -> list[list[int]]:

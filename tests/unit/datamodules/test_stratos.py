@@ -11,6 +11,7 @@ from typing import Any
 import datasets
 import pytest
 from jsonargparse import ArgumentParser
+from trainers import bare_trainer
 
 from rlt_lightning.datamodules import (
     ScoringData,
@@ -19,10 +20,11 @@ from rlt_lightning.datamodules import (
     TeacherRLData,
     TeacherSFTData,
 )
-from rlt_lightning.datamodules.loader import DealtLoader
 from rlt_lightning.datamodules.rows import parse_row
 from rlt_lightning.datamodules.sources import read_rows
+from rlt_lightning.modules import SFTModule
 from rlt_lightning.tags import R1, STRATOS
+from rlt_lightning.tasks.stepwise import chain_rows
 from rlt_lightning.types import (
     BadRowError,
     BadRowReason,
@@ -152,12 +154,11 @@ def change(rows: list[dict[str, Any]], **columns: Any) -> list[dict[str, Any]]:
     return [rows[0], rows[1] | columns, *rows[2:]]
 
 
-@pytest.mark.parametrize("kind", [TeacherRLData, StudentSFTData])
-def test_a_fingerprint_is_of_the_rows_not_of_their_file(make_data: MakeData, tmp_path: Path, kind: Any):
+def test_a_fingerprint_is_of_the_rows_not_of_their_file(make_data: MakeData, tmp_path: Path):
     rows = [custom_row(f"q{i}", f"s{i}") | {"answer": str(i), "note": None} for i in range(4)]
 
     def fingerprint(source: Any, **options: Any) -> Any:
-        return make_data(sources=source, kind=kind, **options).fingerprint_rows()
+        return make_data(sources=source, kind=StudentSFTData, **options).fingerprint_rows()
 
     files = [write_jsonl(tmp_path / "a.jsonl", [{n: v for n, v in row.items() if v} for row in rows])]
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "b.parquet")
@@ -184,32 +185,6 @@ def test_a_fingerprint_names_the_source_that_changed(make_data: MakeData):
 
     before, now = fingerprint(rows, rows), fingerprint(rows, rows[::-1])
     assert [a == b for a, b in zip(before, now, strict=True)] == [True, False]
-
-
-def test_a_folder_of_splits_gives_the_asked_one(tmp_path: Path):
-    write_jsonl(tmp_path / "train-00000-of-00001.jsonl", [custom_row("train")])
-    write_jsonl(tmp_path / "test-00000-of-00001.jsonl", [custom_row("test")])
-    assert read_rows(str(tmp_path), "test") == [(1, custom_row("test"))]
-    assert read_rows(str(tmp_path)) == [(1, custom_row("train"))]
-
-
-def test_a_hub_id_may_name_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    # The library takes a folder in the working directory for the data set of that name.
-    folder = tmp_path / "lab/sums"
-    folder.mkdir(parents=True)
-    for name in ("main", "socratic"):
-        write_jsonl(folder / f"{name}.jsonl", [custom_row(name)])
-    parts = [
-        f"- {{config_name: {name}, data_files: [{{split: test, path: {name}.jsonl}}]}}\n"
-        for name in ("main", "socratic")
-    ]
-    (folder / "README.md").write_text(f"---\nconfigs:\n{''.join(parts)}---\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    assert read_rows("lab/sums:main", "test") == [(1, custom_row("main"))]
-    assert read_rows("lab/sums:socratic", "test") == [(1, custom_row("socratic"))]
-    with pytest.raises(InputError, match=r"'lab/sums:none'.*'none' not found.*'main'"):
-        read_rows("lab/sums:none", "test")
 
 
 def test_sources_are_mixed_with_rows_numbered_through_and_a_report_each(make_data: MakeData, tmp_path: Path):
@@ -313,14 +288,13 @@ BAD_ROWS = [
 ]
 
 
-@pytest.mark.parametrize("kind", [TeacherSFTData, ScoringData])
 @pytest.mark.parametrize(("row", "reason"), BAD_ROWS, ids=[f"{i}-{r}" for i, (_, r) in enumerate(BAD_ROWS)])
 def test_bad_rows_are_counted_with_their_number_and_reason(
-    make_data: MakeData, tmp_path: Path, row: Any, reason: BadRowReason, kind: type[StratosDataModule]
+    make_data: MakeData, tmp_path: Path, row: Any, reason: BadRowReason
 ):
     limits = {"max_prompt_length": 400, "max_length": 600}
     rows = [custom_row(), row, stratos_row()]
-    data = make_data(rows, kind=kind, max_bad_frac=0.5, output_dir=str(tmp_path / "run"), **limits)
+    data = make_data(rows, kind=TeacherSFTData, max_bad_frac=0.5, output_dir=str(tmp_path / "run"), **limits)
     assert data.reports[0].rows_by_reason() == {reason: [2]}
     assert [item.row for item in data.items] == [1, 3]
     (report,) = json.loads((tmp_path / "run/data_report.json").read_text())["sources"]
@@ -368,6 +342,7 @@ def test_each_trace_of_a_row_is_an_item_of_that_row(make_data: MakeData):
     batches = list(data.predict_dataloader())
     rollouts = [rollout for batch in batches for rollout in batch.rollouts.rollouts]
     assert [rollout.text for rollout in rollouts] == ["Count.", "Guess.", "So seven", "Look up."]
+    assert [rollout.closed for rollout in rollouts] == [True, True, False, True]
     assert [rollout.problem.row for rollout in rollouts] == [1, 1, 2, 2]
     columns = [{**row, "trace_column": name} for row in rows for name in both]
     assert [rollout.problem.columns for rollout in rollouts] == columns
@@ -458,18 +433,6 @@ def test_system_prompts(make_data: MakeData):
     )
 
 
-def test_tags_from_a_config(make_data: MakeData):
-    own = {name: f"[{name}]" for name in STRATOS.tags()}
-    parser = ArgumentParser()
-    parser.add_subclass_arguments(StratosDataModule, "data")
-    for tags, expected in ((own, "[explanation_open]"), ("r1", "<explanation>")):
-        config = {"class_path": "rlt_lightning.datamodules.TeacherRLData", "init_args": {"tags": tags}}
-        data = parser.instantiate(parser.parse_object({"data": config})).data
-        assert (
-            make_data([custom_row()], tags=data.format_options.tags).format.tags.explanation_open == expected
-        )
-
-
 def test_only_a_student_that_lacks_tokens_gets_its_own(make_data: MakeData, smollm2: str, tmp_path: Path):
     from transformers import AutoTokenizer
 
@@ -501,19 +464,6 @@ def test_held_out_rows_are_not_trained_on(make_data: MakeData):
     assert [p.row for batch in predicted for p in batch.problems] == list(range(1, 21))
 
 
-def test_prediction_gives_ranks_whole_batches_in_turn(make_data: MakeData):
-    data = make_data(stage="predict", prompts_per_step=6)  # of 20 rows, the last batch has two
-    given = []
-    for rank in range(3):
-        loader = DealtLoader(data.items, 6, data.collate, rank, 3)
-        assert len(loader) == 2
-        given.append([([p.row for p in batch.problems], batch.spare) for batch in loader])
-    assert given[0] == [([*range(1, 7)], False), ([19, 20], False)]
-    assert given[1] == [([*range(7, 13)], False), ([1], True)]
-    assert given[2] == [([*range(13, 19)], False), ([1], True)]
-    assert [len(DealtLoader(data.items[:0], 6, data.collate, rank, 2)) for rank in range(2)] == [0, 0]
-
-
 def test_a_process_without_a_row_to_score_is_refused(
     make_data: MakeData, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -524,29 +474,16 @@ def test_a_process_without_a_row_to_score_is_refused(
     assert make_data(val_rows=3, val_batch_size=2, prompts_per_step=2).val_items  # the last batch has one
 
 
-def test_held_out_rows_of_another_source(make_data: MakeData):
-    data = make_data(val_source="chains", val_rows=3)
-    assert len(data.items) == 20
-    assert len(data.val_items) == 3
-    assert {p.question for p in data.problems[:20]}.isdisjoint(p.question for p in data.val_items)
-    assert make_data().val_dataloader() == []
-    with pytest.raises(InputError, match="rlt validate needs held-out rows"):
-        make_data(stage="validate")
+def test_a_subclass_of_a_stage_is_taken(tmp_path: Path) -> None:
+    class Shouted(StudentSFTData):
+        def complete(self, columns: dict[str, Any]) -> dict[str, Any]:
+            if columns["answer"] == "0":
+                raise BadRowError(BadRowReason.BAD_ANSWER, "a zero")
+            return {**columns, "question": columns["question"].upper()}
 
-
-def test_given_completions_come_with_their_rollouts(make_data: MakeData):
-    rows = [
-        {**custom_row(), "completion": "So seven\n\n<|end_of_explanation|>junk", "note": 1},
-        custom_row(trace=" Count on.\n"),
-        {**custom_row(), "completion": "unclosed"},
-        stratos_row(),
-    ]
-    data = make_data(rows, kind=ScoringData, stage="predict", prompts_per_step=3)
-    batches = list(data.predict_dataloader())
-    assert [len(batch.problems) for batch in batches] == [3, 1]
-    rollouts = [rollout for batch in batches for rollout in batch.rollouts.rollouts]
-    assert [rollout.text for rollout in rollouts] == ["So seven", "Count on.", "unclosed", "Count."]
-    assert [rollout.closed for rollout in rollouts] == [True, True, False, True]
-    assert [rollout.problem.columns for rollout in rollouts] == rows
-    assert rollouts[0].completion is rollouts[0].problem.given_completion
-    assert (batches[0].rollouts.group_size, batches[0].rollouts.policy_version) == (1, 0)
+    options = {"prompts_per_step": 4, "tags": "r1", "student_system_prompt": "", "max_bad_frac": 0.5}
+    data = Shouted("chains", num_embedded_rows=20, **options)
+    bare_trainer(tmp_path, steps=1).fit(SFTModule("miniature"), data)
+    assert "START" in data.format.tokenizer.decode(data.items[0].token_ids)
+    zeros = sum(row["answer"] == "0" for row in chain_rows(20))
+    assert len(data.items) == 20 - zeros < 20

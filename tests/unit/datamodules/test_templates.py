@@ -140,7 +140,7 @@ def smol(smollm2: str) -> Any:
 
 
 def build_format(smol: Any, name: str) -> ChatFormat:
-    tokenizer = copy.deepcopy(smol)
+    tokenizer = copy.copy(smol)
     tokenizer.chat_template = TEMPLATES[name]
     return ChatFormat(tokenizer, "stratos", "Teach.", "Learn.")
 

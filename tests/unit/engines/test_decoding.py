@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from collections.abc import Callable
+import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from commands import ROOT
-from plain_engine import PlainEngine, draw_plainly
+from commands import rlt
+from fits import small_fit
+from plain_engine import PlainEngine
 from sampling import sample_groups
 from samplings import SAMPLINGS, assert_same, started
+from tiny import CHAINS
 
 from rlt_lightning.engines import HFEngine, Sampling
 from rlt_lightning.engines.hf import draw
-from rlt_lightning.engines.slots import Prompts, attend, choose_decoder, decode_attention
+from rlt_lightning.engines.slots import attend, choose_decoder, decode_attention
 from rlt_lightning.models.attention import register_segment_attention
 from rlt_lightning.models.load import load_model, load_tokenizer
 from rlt_lightning.models.lora import LoRA, add_adapter
-from rlt_lightning.types import InputError
+from rlt_lightning.tags import StopWatcher
+from rlt_lightning.types import Completion, InputError
 
 WORDS = 512
 
@@ -73,40 +74,6 @@ def tiny(kind: str, attention: str = "rlt_segments", **changes: Any) -> Any:
     register_segment_attention()
     config = AutoConfig.for_model(kind, **settings | changes)
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
-
-
-# Architecture, changes of its configuration, and how it is sampled.
-ARCHITECTURES = {
-    "llama": ("llama", {}, "slots"),
-    "qwen2": ("qwen2", {}, "slots"),
-    "qwen3": ("qwen3", {"head_dim": 16}, "slots"),
-    "one key head": ("llama", {"num_key_value_heads": 1}, "slots"),
-    "a window in some layers": (
-        "qwen2",
-        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
-        "padded",
-    ),
-    "a window in all layers": ("mistral", {"sliding_window": 8}, "padded"),
-    "soft caps": (
-        "gemma2",
-        {"attention": "eager", "sliding_window": 8, "head_dim": 8, "query_pre_attn_scalar": 8},
-        "padded",
-    ),
-    "an attention of transformers": ("qwen2", {"attention": "sdpa"}, "padded"),
-}
-
-
-@pytest.mark.parametrize("name", list(ARCHITECTURES))
-def test_architectures_sample_the_same_tokens(miniature: str, name: str) -> None:
-    kind, changes, decoder = ARCHITECTURES[name]
-    model, tokenizer = tiny(kind, **changes), load_tokenizer(miniature)
-    model.generation_config.eos_token_id = 7
-    tokenizer.decode = lambda *args, **options: ""  # the model has words that the tokenizer lacks
-    assert choose_decoder(model, lambda **inputs: model(**inputs)) == decoder
-    asked: tuple[Any, ...] = (random_prompts([2, 30, 11]), Sampling(1.0), 3, "", [1, 2, 3], [40, 9, 25])
-    theirs = sample_groups(started(PlainEngine, model, tokenizer), *asked)
-    for max_sequences in (64, 4):
-        assert_same(sample_groups(started(HFEngine, model, tokenizer, max_sequences), *asked), theirs)
 
 
 def test_a_cache_that_forgets_the_prompt_is_found(miniature: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,44 +187,6 @@ def test_a_finished_rank_calls_as_often_as_the_others(miniature: str) -> None:
     assert asked == [True] * len(calls.inputs) + [False]  # the ranks meet before every call
 
 
-@pytest.mark.parametrize("name", list(SAMPLINGS))
-def test_draw_equals_plain_drawing(name: str) -> None:
-    generator = torch.Generator().manual_seed(1)
-    logits = torch.randn(200, 3000, generator=generator) * 4
-    history = torch.randint(3000, (200, 9), generator=generator)
-    uniforms = torch.rand(200, generator=generator, dtype=torch.float64)
-    drawn = draw(logits, history, uniforms, SAMPLINGS[name])
-    plain_tokens, plain_log_probs = draw_plainly(logits, history, uniforms, SAMPLINGS[name])
-    assert torch.equal(drawn.tokens, plain_tokens)
-    assert drawn.token_ids == plain_tokens.tolist()
-    log_probs = torch.tensor(drawn.log_probs)
-    torch.testing.assert_close(log_probs, plain_log_probs, atol=5e-6, rtol=0)
-
-
-def test_shared_prompts_are_attended_to_as_if_repeated() -> None:
-    generator = torch.Generator().manual_seed(0)
-    normal: Callable[..., torch.Tensor] = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
-    query, keys, values = normal(4, 6, 8), normal(4, 2, 5, 8), normal(4, 2, 5, 8)
-    prompt_keys, prompt_values = normal(2, 2, 7, 8), normal(2, 2, 7, 8)
-    prompt_of = [1, 0, 1, 1]
-    own_lengths, prompt_lengths = [5, 2, 3, 1], [7, 4]
-
-    def bias(lengths: list[int], width: int) -> torch.Tensor:
-        hidden = torch.arange(width) >= torch.tensor(lengths)[:, None]
-        return torch.zeros(len(lengths), width).masked_fill(hidden, -torch.inf)[:, None, None]
-
-    prompts = Prompts(torch.tensor([3, 0, 4, 5]), 3, bias(prompt_lengths, 7))
-    own = keys, values, bias(own_lengths, 5)
-    found = decode_attention(query, own, (prompt_keys, prompt_values, prompts), 0.3)
-    for row, prompt in enumerate(prompt_of):
-        first, last = prompt_lengths[prompt], own_lengths[row]
-        k = torch.cat([prompt_keys[prompt, :, :first], keys[row, :, :last]], dim=1)
-        v = torch.cat([prompt_values[prompt, :, :first], values[row, :, :last]], dim=1)
-        k, v = (t.repeat_interleave(3, dim=0) for t in (k, v))
-        weights = (torch.einsum("hd,hld->hl", query[row], k) * 0.3).softmax(-1)
-        torch.testing.assert_close(found[row], torch.einsum("hl,hld->hd", weights, v))
-
-
 def test_attention_by_products_equals_the_kernel_of_a_cpu() -> None:
     query, key, value = torch.randn(3, 2, 4, 8), torch.randn(3, 2, 9, 8), torch.randn(3, 2, 9, 8)
     bias = torch.zeros(3, 1, 1, 9)
@@ -269,23 +198,100 @@ def test_attention_by_products_equals_the_kernel_of_a_cpu() -> None:
     torch.testing.assert_close(other_lse, lse)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("batching", ["false", "true"])
-def test_the_benchmark_compares_all_sides(tmp_path: Path, batching: str) -> None:
-    root = ROOT
-    command = [sys.executable, str(root / "benchmarks/generate.py"), "--model=miniature", "--sequences=1,4"]
-    command += [
-        "--length=4",
-        "--prompt_length=12",
-        "--rounds=1",
-        "--vllm=none",
-        f"--output={tmp_path}/g.json",
+END = "<|end_of_explanation|>"
+
+
+@pytest.fixture(scope="module")
+def engine(miniature: str) -> HFEngine:
+    engine = HFEngine()
+    engine.start(load_model(miniature), load_tokenizer(miniature), Path())
+    return engine
+
+
+def prompts_of(engine: HFEngine) -> list[list[int]]:
+    questions = ["What is 3 + 4?", "Name the capital of France, and say in one sentence where it lies."]
+    return [
+        engine.tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=False
+        )
+        for question in questions
     ]
-    command += [f"--continuous_batching={batching}"]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path).stdout
-    results = json.loads((tmp_path / "g.json").read_text())
-    assert results["sequences"]["4"]["same_completions"] == 4
-    sides = {"ours", "plain", "transformers"} | ({"continuous batching"} if batching == "true" else set())
-    assert set(results["sequences"]["4"]["sides"]) == sides
-    assert printed.splitlines()[-1].startswith("generate to_plain=")
-    assert "vLLM is left out" in printed
+
+
+def token_ids(groups: list[list[Completion]]) -> list[list[int]]:
+    return [completion.token_ids for group in groups for completion in group]
+
+
+def test_a_completion_depends_on_its_seed_and_not_on_its_neighbours(engine: HFEngine) -> None:
+    prompts, sampling = prompts_of(engine), Sampling(max_completion_length=10)
+    together = sample_groups(engine, prompts, sampling, 2, END, [5, 6])
+    alone = sample_groups(engine, prompts[1:], sampling, 2, END, [6])
+    assert token_ids([together[1]]) == token_ids(alone)
+    in_turns = HFEngine(max_sequences=2)
+    in_turns.start(engine.model, engine.tokenizer, Path())
+    assert token_ids(sample_groups(in_turns, prompts, sampling, 2, END, [5, 6])) == token_ids(together)
+    other = sample_groups(engine, prompts, sampling, 2, END, [7, 8])
+    assert token_ids(other) != token_ids(together)
+    assert token_ids([together[0]])[0] != token_ids([together[0]])[1]  # one group, two streams
+
+
+def test_sampling_stops_with_the_token_in_which_the_end_tag_ends(engine: HFEngine) -> None:
+    # Greedy decoding repeats itself: it ends where a piece of the first answer is the stop string.
+    prompt, greedy = prompts_of(engine)[1], Sampling(temperature=0, max_completion_length=8)
+    [[free]] = sample_groups(engine, [prompt], greedy, 1, END, [0])
+    text = engine.tokenizer.decode(free.token_ids[:4])
+    [[stopped]] = sample_groups(engine, [prompt], greedy, 1, text[-6:], [0])
+    assert stopped.finish_reason == "stop"
+    assert stopped.token_ids == free.token_ids[: len(stopped.token_ids)]
+    assert text[-6:] in engine.tokenizer.decode(stopped.token_ids)
+    assert text[-6:] not in engine.tokenizer.decode(stopped.token_ids[:-1])
+
+
+def test_an_end_tag_whose_last_character_spans_tokens_is_seen(engine: HFEngine) -> None:
+    for tag in ("⟦/解⟧", "【终】", "«fin»"):
+        watcher = StopWatcher(engine.tokenizer, tag, set())
+        ids = engine.tokenizer("So it is done." + tag, add_special_tokens=False).input_ids
+        reasons = [watcher.finish_reason(ids[: n + 1]) for n in range(len(ids))]
+        assert reasons == ["length"] * (len(ids) - 1) + ["stop"]
+
+
+def test_draw_follows_the_truncated_distribution() -> None:
+    # p = 0.5, 0.3, 0.2; top_k 2 leaves 0.625 and 0.375. 4000 even spaced numbers make the counts exact to
+    # one.
+    logits = torch.tensor([[0.5, 0.3, 0.2]]).log().expand(4000, 3)
+    uniforms = (torch.arange(4000, dtype=torch.float64) + 0.5) / 4000
+    history = torch.zeros(4000, 1, dtype=torch.long)
+    tokens, _, log_probs = draw(logits, history, uniforms, Sampling(temperature=1, top_k=2))
+    assert Counter(tokens.tolist()) == {0: 2500, 1: 1500}
+    assert log_probs[0] == pytest.approx(math.log(0.5))  # of the full distribution
+    tokens, *_ = draw(logits, history, uniforms, Sampling(temperature=1, top_p=0.4))
+    assert set(tokens.tolist()) == {0}
+    tokens, *_ = draw(logits, history, uniforms, Sampling(temperature=1, min_p=0.5))
+    assert set(tokens.tolist()) == {0, 1}
+    # Temperature 0.5 squares: 0.25, 0.09, 0.04 of 0.38.
+    tokens, _, log_probs = draw(logits, history, uniforms, Sampling(temperature=0.5))
+    assert Counter(tokens.tolist())[0] == pytest.approx(4000 * 25 / 38, abs=1)
+    assert log_probs[0] == pytest.approx(math.log(25 / 38))
+
+
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.9}, {"temperature": 0}])
+def test_rows_without_a_token_are_never_drawn(options: dict[str, Any]) -> None:
+    logits = torch.tensor([[0.3, 0.2, 0.5]]).log().expand(100, 3)  # the last row has no token
+    uniforms = (torch.arange(100, dtype=torch.float64) + 0.5) / 100
+    drawn = draw(logits, torch.zeros(100, 0, dtype=torch.long), uniforms, Sampling(**options), num_ids=2)
+    assert set(drawn.token_ids) <= {0, 1}
+    if not options:
+        assert drawn.log_probs[0] < math.log(0.4)  # of all words, as the trainer's
+
+
+def test_a_student_with_fewer_rows_reads_a_padded_teacher(miniature: str, tmp_path: Path) -> None:
+    teacher, size = load_model(miniature), len(load_tokenizer(miniature))
+    teacher.resize_token_embeddings(size + 32)
+    with torch.no_grad():
+        weight = teacher.get_input_embeddings().weight  # tied: such a row would be sampled most
+        weight[size:] = 2 * weight[:size].mean(0) + weight[size - 32 : size]
+    teacher.save_pretrained(tmp_path / "teacher")
+    load_tokenizer(miniature).save_pretrained(tmp_path / "teacher")
+    words = [*CHAINS, f"--model.student={miniature}", "--trainer.max_steps=1"]
+    result = rlt(*small_fit(str(tmp_path / "teacher"), tmp_path / "run", *words))
+    assert result.returncode == 0, result.stderr

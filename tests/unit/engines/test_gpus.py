@@ -1,4 +1,4 @@
-"""Which GPUs workers get: counted among the GPUs that the process sees, or divided with the trainer."""
+"""What samples where no engine is set, and which GPUs workers get: counted among those that are visible."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from fake_worker import fake_vllm
 
-from rlt_lightning.engines import Launch
+from rlt_lightning.engines import HFEngine, Launch, VLLMEngine
+from rlt_lightning.engines.choice import choose_engine
 from rlt_lightning.engines.launch import choose_worker_gpus, start_server, stop_server
 from rlt_lightning.run.allocator import ALLOCATOR, grow_segments
 from rlt_lightning.types import InputError
@@ -108,3 +110,34 @@ def test_a_launched_worker_needs_no_flashinfer_unless_asked(tmp_path: Path) -> N
     program = f"import os; print(os.environ[{name!r}])"
     told = [run_worker(program, own, tmp_path) for own in ({}, {name: "1"})]
     assert told == ["0", "1"]
+
+
+MODEL = "Qwen/Qwen2.5-1.5B-Instruct"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "model", "pushes", "installed", "workers"),
+    [
+        ([], MODEL, True, True, None),  # a CPU
+        ([0], "miniature-teacher", True, True, None),  # a worker starts slower than it samples
+        ([0], MODEL, True, False, None),
+        ([0], MODEL, True, True, [[0]]),
+        ([2, 3], MODEL, True, True, [[2], [3]]),
+        ([0], MODEL, False, True, [[0]]),  # an evaluation
+        ([0, 1], MODEL, False, True, None),
+    ],
+)
+def test_gpus_with_vllm_sample_with_it(
+    gpus: list[int], model: str, pushes: bool, installed: bool, workers: Any
+) -> None:
+    engine, reason = choose_engine(gpus, model, pushes, installed)
+    assert (reason is None) is (not gpus or model != MODEL)
+    if workers is None:
+        assert isinstance(engine, HFEngine)
+        assert ("rlt-lightning[vllm]" in str(reason)) is not installed
+        return
+    assert isinstance(engine, VLLMEngine)
+    assert engine.fleet.launch is not None
+    assert engine.fleet.launch.gpus == workers
+    assert engine.takes_turns is pushes
+    assert (engine.push.backend is not None) is pushes

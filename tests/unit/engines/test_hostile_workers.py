@@ -15,7 +15,7 @@ import pytest
 from cases import full
 from commands import rlt
 from fake_worker import END, EOS, TAG, FakeTokenizer, FakeWorker, worker_of
-from fits import small_fit
+from fits import sampled_by, small_fit
 from fleets import WEIGHTS, start_engine
 from sampling import build_requests
 from tiny import CHAINS
@@ -211,20 +211,6 @@ def lying_worker(model: str, nats: float, first: int) -> FakeWorker:
     return worker
 
 
-def test_a_worker_that_lies_from_the_second_step_on_costs_no_checkpoint(
-    tiny_model: str, tmp_path: Path
-) -> None:
-    options = ["--trainer.max_steps=3", "--checkpoint.every_n_train_steps=3"]
-    options += ["--rollouts.engine=rlt_lightning.engines.VLLMEngine"]
-    options += ["--rollouts.engine.push=rlt_lightning.engines.IPCPush"]
-    with lying_worker(tiny_model, 1.5, first=4) as worker:
-        result = rlt(*small_fit(tiny_model, tmp_path, *options, f"--rollouts.engine.urls=[{worker.url}]"))
-    assert result.returncode == 2, result.stderr
-    assert "Traceback" not in result.stderr
-    assert "model.mismatch_limit" in result.stderr.splitlines()[-1]
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step=000001.ckpt"]
-
-
 # Lies of a worker that samples from the weights it was pushed
 
 
@@ -272,16 +258,10 @@ def fit_with_a_liar(
         if lie is not None:
             worker.choice = lambda body: lie(worker, body, honest(body))  # type: ignore[method-assign]
         words = [*CHAINS, "--trainer.max_steps=1", "--rollouts.sampling.max_completion_length=32"]
-        words += ["--rollouts.engine=rlt_lightning.engines.VLLMEngine"]
-        words += [f"--rollouts.engine.urls=[{worker.url}]"]
-        words += [f"--rollouts.engine.push=rlt_lightning.engines.{push}", *options]
-        return rlt(*small_fit(model, folder, *words))
+        return rlt(*small_fit(model, folder, *words, *sampled_by(worker.url, push=push), *options))
 
 
-FIRST = ("shifted", "a_token_changed")
-
-
-@pytest.mark.parametrize("lie", [*FIRST, *(full(lie) for lie in STOPPED if lie not in FIRST)])
+@pytest.mark.parametrize("lie", [full("shifted"), "a_token_changed"])
 def test_a_lie_about_log_probs_reaches_no_update(lie: str, miniature: str, tmp_path: Path) -> None:
     result = fit_with_a_liar(STOPPED[lie], miniature, tmp_path)
     assert result.returncode == 2, result.stderr
@@ -290,16 +270,13 @@ def test_a_lie_about_log_probs_reaches_no_update(lie: str, miniature: str, tmp_p
     assert not list(tmp_path.glob("checkpoints/*"))
 
 
-@pytest.mark.parametrize("liar", [0, 2])
-def test_one_liar_among_workers_is_named(liar: int, miniature: str, tmp_path: Path) -> None:
+def test_one_liar_among_workers_is_named(miniature: str, tmp_path: Path) -> None:
     with ExitStack() as stack:
         workers = [stack.enter_context(worker_of(miniature, samples=True)) for _ in range(3)]
-        lying, honest = workers[liar], workers[liar].choice
+        lying, honest = workers[2], workers[2].choice
         lying.choice = lambda body: STOPPED["too_low"](lying, body, honest(body))  # type: ignore[method-assign]
         words = [*CHAINS, "--trainer.max_steps=1", "--model.group_size=6", "--model.mismatch_limit=1"]
-        words += ["--rollouts.engine=rlt_lightning.engines.VLLMEngine"]
-        words += ["--rollouts.engine.push=rlt_lightning.engines.IPCPush"]
-        words += [f"--rollouts.engine.urls={json.dumps([worker.url for worker in workers])}"]
+        words += sampled_by(*(worker.url for worker in workers))
         result = rlt(*small_fit(miniature, tmp_path, *words))
     assert result.returncode == 2, result.stderr
     assert f"Step 1, {lying.url}: engine and trainer may differ" in result.stderr.splitlines()[-1]
@@ -327,10 +304,8 @@ def test_an_honest_worker_is_neither_stopped_nor_told_of(
 
 
 def test_a_worker_that_lies_writes_no_trace(tiny_model: str, tmp_path: Path) -> None:
-    options = ["--rollouts.engine=rlt_lightning.engines.VLLMEngine"]
-    options += ["--rollouts.engine.push=rlt_lightning.engines.IPCPush"]
     with lying_worker(tiny_model, 1.5, first=0) as worker:
-        words = small_fit(tiny_model, tmp_path, *options, f"--rollouts.engine.urls=[{worker.url}]")
+        words = small_fit(tiny_model, tmp_path, *sampled_by(worker.url))
         result = rlt("predict", *words[1:])
     assert result.returncode == 2, result.stderr
     assert "model.mismatch_limit" in result.stderr.splitlines()[-1]

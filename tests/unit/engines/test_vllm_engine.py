@@ -26,7 +26,6 @@ from fake_worker import (
     END,
     FakeTokenizer,
     FakeWorker,
-    fake_vllm,
     join_gloo,
     made_up,
     receive,
@@ -63,7 +62,7 @@ from rlt_lightning.engines import (
 )
 from rlt_lightning.engines.base import find_disagreement
 from rlt_lightning.engines.launch import start_server, stop_server
-from rlt_lightning.engines.push import BucketPush, split_pieces
+from rlt_lightning.engines.push import BucketPush
 from rlt_lightning.engines.threads import run_in_background as run_in_thread
 from rlt_lightning.models.weights import gather_in_groups
 from rlt_lightning.types import Completion, InputError
@@ -174,11 +173,10 @@ def test_a_worker_without_dev_routes_is_refused_with_the_variable_to_set(start: 
         start(FakeWorker(dev_mode=False))
 
 
-@pytest.mark.parametrize("path", ["/get_world_size", "/collective_rpc", "/v1/models"])
-def test_a_greeting_that_fails_inside_the_server_ends_at_once(start: Any, path: str) -> None:
+def test_a_greeting_that_fails_inside_the_server_ends_at_once(start: Any) -> None:
     began = time.monotonic()
-    with pytest.raises(EngineError, match=f"{path} was refused with status 500"):
-        start(FakeWorker(broken={path: 500}), recovery_timeout_s=600)
+    with pytest.raises(EngineError, match="/collective_rpc was refused with status 500"):
+        start(FakeWorker(broken={"/collective_rpc": 500}), recovery_timeout_s=600)
     assert time.monotonic() - began < 300  # not after the deadline
 
 
@@ -235,16 +233,6 @@ def test_a_second_loss_in_one_iteration_ends_the_run(start: Any) -> None:
     assert not isinstance(ended.value, WorkersLost)
 
 
-def test_a_loss_in_each_iteration_ends_no_run(start: Any) -> None:
-    worker = FakeWorker()
-    engine = start(worker, max_sequences=1)
-    for _ in range(3):
-        worker.faults.append("500")
-        generate_until_lost(engine)
-        recover(engine)
-        assert token_ids(generate(engine)) == undisturbed()
-
-
 @pytest.mark.parametrize("fault", ["/health", full("/collective_rpc"), full("/weight_info")])
 def test_a_worker_is_lost_if_one_sign_of_life_fails(start: Any, fault: str) -> None:
     # The server may answer while its engine is dead: /health then says 503, or a model worker is not heard.
@@ -261,16 +249,6 @@ def test_answers_of_a_worker_that_was_restarted_meanwhile_are_dropped(start: Any
     assert {completion.worker for completion in found.values()} <= {steady.url}
     recover(engine, 3)
     assert fickle.version == steady.version
-    assert token_ids(generate(engine)) == undisturbed()
-
-
-def test_a_restart_between_two_steps_is_found_by_health(start: Any) -> None:
-    worker = FakeWorker()
-    engine = start(worker)
-    worker.restart()
-    engine.health()
-    assert engine.policy_version == -1
-    engine.update_weights(WEIGHTS, 0)
     assert token_ids(generate(engine)) == undisturbed()
 
 
@@ -385,14 +363,6 @@ def test_disagreement_by_hand() -> None:
 
 
 # Pushes
-
-
-def test_pieces_hold_the_same_bytes_and_never_half_a_number() -> None:
-    tensor = torch.randn(2, 5)
-    pieces = list(split_pieces(tensor.T, torch.bfloat16, 6))
-    assert [len(piece) for piece in pieces] == [3, 3, 3, 1]
-    assert torch.equal(torch.cat(pieces), tensor.T.reshape(-1))
-    assert [len(piece) for piece in split_pieces(torch.tensor(3.0), torch.float32, 1)] == [1]
 
 
 def test_gathered_groups_keep_order_and_bound_and_let_a_large_tensor_go_alone() -> None:
@@ -517,16 +487,6 @@ def test_weights_travel_in_the_workers_type_if_it_is_narrower(push: type[WeightP
     assert torch.equal(worker.tensors["a.weight"], WEIGHTS[0][1].bfloat16())
 
 
-def test_a_worker_that_refuses_the_weights_says_why(start: Any, caplog: pytest.LogCaptureFixture) -> None:
-    worker = gloo_worker("one")
-    worker.broken["/update_weights"] = 500
-    engine = start(worker, push=GlooPush(timeout_s=60.0), step=None)
-    began = time.monotonic()
-    engine.update_weights([("big", torch.zeros(30_000_000))], 1)
-    assert "/update_weights was refused with status 500" in caplog.text
-    assert time.monotonic() - began < 30  # and not after gloo's deadline
-
-
 def test_a_group_of_tensors_is_let_go_before_the_next_is_gathered() -> None:
     tensors = [(str(i), torch.zeros(1000)) for i in range(4)]
     seen: list[list[Tensor]] = []
@@ -588,24 +548,6 @@ def test_a_plain_server_needs_no_local_model(raw: bool, start: Any, tmp_path: Pa
     engine.close()
     worker.close()
     assert engine.policy_version == -1
-
-
-def test_a_plain_server_can_be_launched(tmp_path: Path) -> None:
-    launch = Launch(executable=fake_vllm(tmp_path), model="a/folder", start_deadline_s=120.0)
-    engine = VLLMEngine(launch=launch, push=NoPush())
-    try:
-        engine.start(None, FakeTokenizer(), tmp_path)
-        [process] = processes_of(engine)
-        assert "a/folder" in process.args
-        assert not [word for word in process.args if "transfer" in word or "extension" in word]
-        assert token_ids(generate(engine)) == undisturbed()
-        os.killpg(process.pid, signal.SIGKILL)
-        with pytest.raises(WorkersLost):
-            generate(engine)
-        engine.health()  # starts it again
-        assert token_ids(generate(engine)) == undisturbed()
-    finally:
-        engine.close()
 
 
 def test_every_prompt_may_have_a_limit_of_its_own(start: Any) -> None:

@@ -39,39 +39,6 @@ def stratos(thought: str, solution: str) -> str:
     )
 
 
-@pytest.mark.parametrize(
-    ("answer", "written"),
-    [
-        ("27.0", "27"),
-        ("073", r"\textbf{(73)}"),
-        ("18", r"\$18"),
-        (r"\left( 3, \frac{\pi}{2} \right)", r"(3,\pi/2)"),
-        ("x^2+2x+1", "(x+1)^2"),
-        (r"\text{Evelyn}", "Evelyn"),
-    ],
-)
-def test_equivalent_answers_are_right(answer: str, written: str, judge: Judge) -> None:
-    assert judge.judge(f"So it is $\\boxed{{{written}}}$.", {"answer": answer}).correct
-
-
-@pytest.mark.parametrize(
-    ("answer", "written"),
-    [
-        ("0.5", "0.51"),
-        ("18", "180"),
-        (r"\text{east}", r"\text{seat}"),
-        ("(1, 2)", "(2, 1)"),
-        ("7", "-7"),
-        ("7", "?"),
-        ("x+1", "x-1"),
-    ],
-)
-def test_other_answers_are_wrong(answer: str, written: str, judge: Judge) -> None:
-    assert judge.judge(f"So it is $\\boxed{{{written}}}$.", {"answer": answer}) == Verdict(
-        False, False, written
-    )
-
-
 def test_the_answer_is_looked_for_in_the_solution_block_then_at_the_end(judge: Judge) -> None:
     right = {"answer": "5"}
     assert judge.judge(stratos(r"Perhaps \boxed{4}.", r"It is \boxed{5}."), right) == Verdict(True, True, "5")
@@ -102,12 +69,6 @@ def test_a_reference_without_an_answer_is_refused(judge: Judge) -> None:
         judge.judge("5", {"question": "?"})
     with pytest.raises(InputError, match="must be math, choice or countdown, but is 'essay'"):
         judge.judge("5", {"answer": "5", "kind": "essay"})
-
-
-def test_a_choice_is_right_by_its_letter(judge: Judge) -> None:
-    answers = [r"\boxed{B}", r"\boxed{\text{(B)}}", "Answer: (b)", r"\boxed{C}", r"\boxed{Both}", ""]
-    verdicts = judge.judge_all((answer, {"answer": "(B)", "kind": "choice"}) for answer in answers)
-    assert [verdict.correct for verdict in verdicts] == [True] * 3 + [False] * 3
 
 
 @pytest.mark.parametrize(

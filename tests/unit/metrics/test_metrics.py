@@ -11,7 +11,6 @@ import pytest
 import torch
 from ranks import call
 from torch.distributed import distributed_c10d
-from torchmetrics import Metric
 
 from rlt_lightning.metrics import AnswerFigures, HeldOutFigures, StepMeans, WeightedMean
 
@@ -29,10 +28,6 @@ def record(problem: str, correct: bool, answer: int | None = 0, length: int = 5)
         "id": problem, "correct": correct, "formatted": True, "timed_out": False, "same_answer": answer,
         "num_tokens": length, "finish_reason": "length",
     }  # fmt: skip
-
-
-def test_figures_are_torchmetrics() -> None:
-    assert all(issubclass(kind, Metric) for kind in (StepMeans, WeightedMean, AnswerFigures))
 
 
 def test_means_weigh_tokens_and_rows_by_themselves() -> None:
@@ -55,20 +50,6 @@ def test_a_steps_figures_are_what_was_given() -> None:
     means = StepMeans()
     means.update({"a": torch.tensor(0.5), "b": 3, "c": torch.tensor([2.0])})
     assert {name: float(value) for name, value in means.compute().items()} == {"a": 0.5, "b": 3.0, "c": 2.0}
-
-
-def test_pass_at_1_is_a_mean_over_problems() -> None:
-    # Problem 0: 1 of 2 right, problem 1: 2 of 2. Mean 3/4; error sqrt((1/16 + 1/16) / 2) = 1/4.
-    answers = AnswerFigures({"own/0": "own", "own/1": "own"})
-    answers.update([record("own/1", True, 0), record("own/0", False, None)])
-    answers.update([record("own/0", True, 1), record("own/1", True, 0)])
-    [figures], [pass_at] = (part.values() for part in answers.compute())
-    assert figures["pass_at_1"] == 0.75
-    assert figures["standard_error"] == pytest.approx(0.25)
-    assert figures["maj_at_k"] == 1.0
-    assert pass_at == {1: 0.75, 2: 1.0}
-    assert figures["tokens_mean"] == 5
-    assert figures["truncated_frac"] == 1
 
 
 def compare_with_one_rank(rank: int) -> None:

@@ -16,16 +16,14 @@ from slow_kernels import (
     SlowOwnKernels,
     install,
     random_heads,
-    row,
     tiny_qwen,
 )
 from tiny import StrictEntry
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from rlt_lightning.models import kernels
 from rlt_lightning.models.kernels import LOOP, choose_attention
-from rlt_lightning.models.packed import compute_log_probs, verify_layout
+from rlt_lightning.models.packed import verify_layout
 from rlt_lightning.numerics.attention import (
     KERNELS,
     MergedAttention,
@@ -33,7 +31,7 @@ from rlt_lightning.numerics.attention import (
     looped_attention,
     segment_attention,
 )
-from rlt_lightning.numerics.varlen import FlashAttnKernel, TorchKernel, varlen_limits
+from rlt_lightning.numerics.varlen import FlashAttnKernel, TorchKernel
 from rlt_lightning.types import InputError
 
 
@@ -70,32 +68,6 @@ def test_heads_of_any_size_are_padded_for_the_kernel(monkeypatch: pytest.MonkeyP
         torch.autograd.grad(ours, inputs, gradient), torch.autograd.grad(expected, inputs, gradient)
     )
     assert set(sizes) == {16}
-
-
-class CopiesOfNumbers(TorchFunctionMode):
-    """Counts tensors made of Python numbers: on a GPU each is a copy that waits."""
-
-    count = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func in (torch.tensor, torch.as_tensor)
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("gradient_checkpointing", [False, True])
-def test_no_layer_copies_numbers_to_the_device(gradient_checkpointing: bool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(KERNELS, "cpu", AnyType(SlowFlashAttn(), "slow"))
-    counts = {}
-    for num_layers in (1, 4):
-        model = tiny_qwen(num_layers).train()
-        if gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        packed = row()
-        varlen_limits.cache_clear()
-        with CopiesOfNumbers() as copies:
-            compute_log_probs(model, packed)[0].sum().backward()
-        counts[num_layers] = copies.count
-    assert counts[1] == counts[4] == 4  # limits of queries and keys, of two parts
 
 
 # Choosing and refusing

@@ -1,6 +1,5 @@
 """Packed rows: built as by hand; through tiny models of several families they equal single sequences."""
 
-import random
 import types
 from typing import Any
 
@@ -139,33 +138,6 @@ def test_every_layout_equals_one_by_one(family, layout, gradient_checkpointing, 
         assert (ours.grad - theirs.grad).norm() <= rounding * theirs.grad.norm(), name
 
 
-@pytest.mark.parametrize("gradient_checkpointing", [False, True])
-def test_layouts_agree_under_autocast(gradient_checkpointing, tiny_models):
-    gradients = {}
-    for layout in LAYOUTS:
-        model = load_model(tiny_models["qwen3"]).train()
-        if gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        with torch.autocast("cpu", torch.bfloat16):
-            log_probs = log_probs_in(model, layout)
-        log_probs.sum().backward()
-        gradients[layout] = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
-    norm = gradients["single"].norm()
-    for layout in ("packed", "shared_prefix"):
-        assert (gradients[layout] - gradients["single"]).norm() < 0.05 * norm
-
-
-def test_other_attentions_run_one_by_one(tiny_models):
-    family = "gpt_neo"
-    model = load_model(tiny_models[family])
-    assert model.config._attn_implementation != SEGMENT_ATTENTION
-    with pytest.warns(UserWarning, match=r"'single' .* would mix sequences of a row"):
-        assert verify_layout(StrictEntry(model), family, "auto") == "single"
-    torch.testing.assert_close(
-        log_probs_in(model, "single"), log_probs_one_by_one(model), atol=1e-5, rtol=1e-5
-    )
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["bloom", "mamba", "lfm2"])
 def test_leaks_are_found_in_every_precision(family, dtype, tiny_models):
@@ -173,15 +145,6 @@ def test_leaks_are_found_in_every_precision(family, dtype, tiny_models):
         assert (
             verify_layout(StrictEntry(load_model(tiny_models[family], dtype)), family, "packed") == "single"
         )
-
-
-def test_positions_that_depend_on_the_longest_sequence_are_not_packed(tiny_models, tmp_path):
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32}
-    factors = {"factor": 4.0, "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]}
-    config = LlamaConfig.from_pretrained(tiny_models["llama"], rope_parameters=rope | factors)
-    LlamaForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.warns(UserWarning, match=r"'single' .* which is slower: with 'auto' the longest sequence"):
-        assert verify_layout(StrictEntry(load_model(str(tmp_path))), "long", "auto") == "single"
 
 
 def test_attention_that_cannot_share_is_named_as_the_cause(tiny_models):
@@ -281,45 +244,6 @@ def test_packed_row_by_hand():
     plain = PackedSequences.from_sequences(sequences[:2])
     assert plain.input_ids.tolist() == [[10, 11, 12, 20, 21]]
     assert plain.segments == Segments((0, 3, 5))
-
-
-def token_by_token(sequences, families):
-    """The obvious way to pack a row."""
-    tokens, positions, predictors, targets = [], [], [], []
-    for family in families:
-        prefix = sequences[family[0]].prefix
-        start = len(tokens)
-        for position, token in enumerate(prefix):
-            tokens.append(token)
-            positions.append(position)
-        for i in family:
-            places = list(range(start, start + len(prefix)))
-            for token in sequences[i].rest:
-                positions.append(len(places))
-                places.append(len(tokens))
-                tokens.append(token)
-            for t, is_scored in enumerate(sequences[i].scored):
-                if is_scored:
-                    predictors.append(places[t - 1])
-                    targets.append(tokens[places[t]])
-    return [tokens, positions, predictors, targets]
-
-
-def test_rows_equal_those_built_token_by_token():
-    numbers = random.Random(0)
-    for _ in range(50):
-        sequences, families = [], []
-        for _ in range(numbers.randint(1, 4)):
-            prefix = [numbers.randrange(99) for _ in range(numbers.choice([0, 1, 5]))]
-            family = tuple(range(len(sequences), len(sequences) + (numbers.randint(1, 3) if prefix else 1)))
-            for _ in family:
-                rest = [numbers.randrange(99) for _ in range(numbers.randint(not prefix, 6))]
-                scored = [False, *(numbers.random() < 0.6 for _ in (prefix + rest)[1:])]
-                sequences.append(ScoredSequence(prefix, rest, scored))
-            families.append(family[::-1])
-        packed = PackedSequences.from_sequences(sequences, tuple(families))
-        ours = [packed.input_ids[0], packed.position_ids[0], packed.predictors, packed.targets]
-        assert [tensor.tolist() for tensor in ours] == token_by_token(sequences, families)
 
 
 @pytest.mark.parametrize(

@@ -134,9 +134,14 @@ def ids_in_file(path: Path) -> list[list[int]]:
 CLASSES = ["GPT2Tokenizer", "LlamaTokenizerFast", "Qwen2Tokenizer", "TokenizersBackend", None]
 
 
-@pytest.mark.parametrize("place", ["folder", "hub"])
-@pytest.mark.parametrize("model_type", ["llama", "qwen2"])
-@pytest.mark.parametrize("class_name", CLASSES)
+@pytest.mark.parametrize(
+    ("class_name", "model_type", "place"),
+    [
+        *((name, "llama", "folder") for name in CLASSES),
+        (CLASSES[0], "qwen2", "folder"),
+        (None, "qwen2", "hub"),
+    ],
+)
 def test_tokens_are_those_of_tokenizer_json(
     class_name: str | None,
     model_type: str,
@@ -155,8 +160,8 @@ def test_tokens_are_those_of_tokenizer_json(
     path = write_tokenizer(smollm2, folder, class_name, model_type)
     tokenizer = load_tokenizer(name)
     assert read_ids(tokenizer) == ids_in_file(path)
-    assert tokenizer.chat_template == load_tokenizer(smollm2).chat_template
-    assert tokenizer.special_tokens_map == load_tokenizer(smollm2).special_tokens_map
+    assert tokenizer.chat_template == Path(smollm2, "chat_template.jinja").read_text()
+    assert tokenizer.eos_token == "<|im_end|>"
     # What we write is read alike by us; and by others, except that transformers ignores the class of a qwen2.
     tokenizer.save_pretrained(tmp_path / "written")
     shutil.copy(folder / "config.json", tmp_path / "written")

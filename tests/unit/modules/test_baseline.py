@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from math import log
 from pathlib import Path
 from typing import Any
@@ -16,27 +15,15 @@ from grpo import Witness, module, rollout_callback, slow_log_probs
 from ranks import run
 from trainers import bare_trainer
 
-from rlt_lightning.callbacks import RolloutCallback
 from rlt_lightning.datamodules import StratosDataModule, TeacherRLData
-from rlt_lightning.datamodules.sources import read_rows
-from rlt_lightning.engines import Sampling
 from rlt_lightning.modules.phases import PhaseStats
-from rlt_lightning.numerics.advantages import (
-    AdvantageEstimator,
-    GroupCenteredAdvantages,
-    GroupNormalisedAdvantages,
-    LeaveOneOutAdvantages,
-)
 from rlt_lightning.rewards import RLTReward, explanations
 from rlt_lightning.rewards.explanations import build_empty_view
 from rlt_lightning.rewards.student import Student
 from rlt_lightning.rollouts.step import StepBatch
-from rlt_lightning.teacher import EXACT, Teacher
 from rlt_lightning.types import ModelView, Problem
 
-ROWS = [row for _, row in read_rows("chains", num_embedded_rows=4)]
 EMPTY = RLTReward(baseline="empty")
-FORMAT: dict[str, Any] = {"tags": "r1", "teacher_system_prompt": "", "student_system_prompt": ""}
 
 
 def chains(folder: Path, student: str) -> StratosDataModule:
@@ -72,48 +59,6 @@ def test_r_ss_of_the_empty_explanation_is_subtracted_as_it_would_enter() -> None
     torch.testing.assert_close(processed["level/baseline"], torch.tensor([9 / 64 + 0.01 / 32]))
     torch.testing.assert_close(processed["reward"], torch.tensor([5 / 16 + 0.01 / 8 - 9 / 64 - 0.01 / 32]))
     assert set(terms) - set(RLTReward()(*columns)) == {"level/baseline"}
-
-
-@pytest.mark.parametrize(
-    ("advantages", "estimator"),
-    [
-        (GroupNormalisedAdvantages(), "k1"),
-        full(GroupCenteredAdvantages(), "k1"),
-        full(LeaveOneOutAdvantages(), "exact"),
-    ],
-)
-def test_advantages_and_gradients_are_those_without_it(
-    advantages: AdvantageEstimator, estimator: Any, tmp_path: Path
-) -> None:
-    found = {}
-    for baseline in ("none", "empty"):
-        witness, folder = Witness(), tmp_path / baseline
-        # Rewards of a few nats, whose rounding in float32 is below the bounds.
-        reward = RLTReward(baseline=baseline, kl_estimator=estimator, kl_weight=0.01)
-        # One sequence a forward: others in the same row would round differently.
-        rlt = module("miniature", reward=reward, advantages=advantages, layout="single")
-        diverse = RolloutCallback(sampling=Sampling(temperature=1.5, max_completion_length=24))
-        bare_trainer(folder, diverse, witness).fit(rlt, chains(folder, "miniature"))
-        [batch] = witness.batches
-        found[baseline] = (
-            batch.step.table,
-            advantages(batch.step.rewards, 4),
-            witness.gradients,
-        )
-    (plain, plain_advantages, plain_gradients), (terms, own_advantages, gradients) = found.values()
-    gain = plain["term/solution"] - terms["level/baseline"]
-    torch.testing.assert_close(terms["term/solution"], gain, atol=1e-6, rtol=0)
-    assert (terms["level/baseline"] < -0.01).all()
-    assert (own_advantages.abs().view(-1, 4).amax(dim=1) > 0.1).all()
-    torch.testing.assert_close(own_advantages, plain_advantages, atol=1e-6, rtol=1e-6)
-    assert gradients.keys() == plain_gradients.keys()
-    largest = size = 0.0
-    for name, gradient in plain_gradients.items():
-        torch.testing.assert_close(gradients[name], gradient, atol=1e-6, rtol=1e-6)
-        largest = max(largest, float((gradients[name] - gradient).abs().max()))
-        size = max(size, float(gradient.abs().max()))
-    difference = float((own_advantages - plain_advantages).abs().max())
-    print(f"figure: advantages differ by {difference:.1e}, gradients of up to {size:.2g} by {largest:.1e}")
 
 
 @pytest.mark.parametrize("student", [full("miniature"), "other"])
@@ -170,27 +115,3 @@ def test_ranks_train_with_it_as_one_process_without_it(
         gain = plain["reward/solution"] - step["reward/baseline"]
         assert step["reward/solution"] == pytest.approx(gain, abs=1e-5)
         assert step["reward/group_std"] == pytest.approx(plain["reward/group_std"], rel=1e-5)
-
-
-# Everywhere else
-
-
-@pytest.fixture(scope="module")
-def teachers() -> tuple[Teacher, Teacher]:
-    """Two that score alike, but for the baseline."""
-    rewards = EXACT, replace(EXACT, baseline="empty")
-    plain, gaining = (Teacher("miniature", "miniature", reward=reward, **FORMAT) for reward in rewards)
-    return plain, gaining
-
-
-def test_an_empty_explanation_gains_nothing_in_scores(teachers: tuple[Teacher, Teacher]) -> None:
-    texts = "", ROWS[0]["reasoning_trace"], "Bananas are yellow."
-    rows = [ROWS[0] | {"completion": f"{text}\n</explanation>"} for text in texts]
-    levels, gains = (teacher.score(rows) for teacher in teachers)
-    assert gains[0].r_ss == pytest.approx(0, abs=1e-6)
-    for level, gain in zip(levels, gains, strict=True):
-        assert gain.r_ss == pytest.approx(level.r_ss - levels[0].r_ss, abs=1e-5)
-        assert gain.reward == pytest.approx(level.reward - levels[0].r_ss, abs=1e-5)
-        assert gain.r_kl == pytest.approx(level.r_kl, abs=1e-5)
-        assert gain.reward == pytest.approx(sum(gain.terms.values()), abs=1e-6)
-    assert gains[1].r_ss > 0.5 > gains[2].r_ss  # of a sound explanation, and of another text

@@ -13,19 +13,18 @@ import torch
 from cases import full
 from commands import rlt
 from explanation_scorer import ExplanationScorer
-from lightning.pytorch import Callback, Trainer
+from grpo import Witness, rollout_callback
 from tiny import CHAINS
 from tokenizer_kinds import KINDS, kind_of_tokenizer
 from tokenizers import Tokenizer
 from torch import Tensor
+from trainers import bare_trainer
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from rlt_lightning import Teacher
-from rlt_lightning.callbacks import RolloutCallback
 from rlt_lightning.datamodules import TeacherRLData
 from rlt_lightning.datamodules.cross_tokenizer import CrossTokenizerFormat
 from rlt_lightning.datamodules.formats import ChatFormat
-from rlt_lightning.engines import Sampling
 from rlt_lightning.models.load import load_model
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.frozen import Model
@@ -36,7 +35,7 @@ from rlt_lightning.rewards.explanations import build_kl_passes
 from rlt_lightning.rewards.student import Student
 from rlt_lightning.rollouts.step import POLICY, StepBatch
 from rlt_lightning.strategies.sharding import ModelEntry
-from rlt_lightning.types import Completion, InputError, PromptBatch, Rollout, Rollouts
+from rlt_lightning.types import Completion, InputError, Rollout, Rollouts
 
 PIECES = [
     *(
@@ -294,19 +293,8 @@ def test_span_sums_are_whole_text_log_probs(chat: CrossTokenizerFormat, estimato
 # Runs
 
 
-class Keeper(Callback):
-    """Keeps the batch of each step."""
-
-    def __init__(self) -> None:
-        self.batches: list[PromptBatch] = []
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        self.batches.append(batch)
-
-
-def test_what_the_student_cannot_hold_names_the_row(chat: CrossTokenizerFormat) -> None:
+def test_what_the_student_cannot_hold_names_the_row() -> None:
+    chat = CrossTokenizerFormat(kind_of_tokenizer("llama2"), kind_of_tokenizer("gemma"))
     teacher, student = random_model(chat.tokenizer, 0), random_model(chat.student_tokenizer, 1)
     student.config.max_position_embeddings = 50
     with pytest.raises(InputError, match="must fit into its context of 50 tokens, but row 1"):
@@ -354,30 +342,13 @@ def test_training_with_a_renumbered_student_is_the_same(
 ) -> None:
     found = []
     for student in (miniature, renumbered):
-        keeper = Keeper()
+        witness = Witness()
         module = RLTModule(miniature, student, group_size=4, optimizer=OptimizerConfig(lr=1e-3))
-        data = TeacherRLData(
-            "chains",
-            num_embedded_rows=32,
-            prompts_per_step=4,
-            tags="r1",
-            teacher_system_prompt="",
-            student_system_prompt="",
-        )
-        sampling = Sampling(temperature=0.7, max_completion_length=64)
-        Trainer(
-            default_root_dir=tmp_path,
-            accelerator="cpu",
-            max_steps=3,
-            max_epochs=-1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            callbacks=[keeper, RolloutCallback(sampling=sampling)],
-        ).fit(module, datamodule=data)
-        rewards = torch.cat([batch.step.rewards for batch in keeper.batches if batch.step])
-        rows = [row for batch in keeper.batches if batch.rollouts for row in batch.rollouts.rollouts]
+        texts = {"tags": "r1", "teacher_system_prompt": "", "student_system_prompt": ""}
+        data = TeacherRLData("chains", num_embedded_rows=32, prompts_per_step=4, **texts)  # type: ignore[arg-type]
+        bare_trainer(tmp_path, witness, rollout_callback(64), steps=3).fit(module, datamodule=data)
+        rewards = torch.cat([batch.step.rewards for batch in witness.batches if batch.step])
+        rows = [row for batch in witness.batches if batch.rollouts for row in batch.rollouts.rollouts]
         view = [row.require_view().spans for row in rows]
         found.append((rewards, module.policy.state_dict(), view))
     (own, weights, own_view), (others, other_weights, view) = found

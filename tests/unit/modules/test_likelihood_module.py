@@ -17,7 +17,7 @@ from ranks import run
 from torch import Tensor
 from trainers import bare_trainer
 
-from rlt_lightning.callbacks import DynamicSampling, ReferenceSync, RolloutCallback
+from rlt_lightning.callbacks import ReferenceSync, RolloutCallback
 from rlt_lightning.datamodules import StratosDataModule, StudentLikelihoodData, TeacherRLData
 from rlt_lightning.datamodules.formats import encode
 from rlt_lightning.engines import Sampling
@@ -175,8 +175,7 @@ def test_one_step_equals_the_slow_obvious_version(reward: Any, policy_loss: Any,
     witness = Witness()
     likelihood = module(reward=reward, policy_loss=policy_loss, micro_batch_tokens=300)
     fit(tmp_path, likelihood, witness)
-    policy = module().load("miniature", "float32").model
-    policy.load_state_dict(witness.weights_before, strict=False)
+    policy = witness.load_policy("miniature")
     [batch] = witness.batches
     assert batch.rollouts is not None
     rows = batch.rollouts.rollouts
@@ -197,10 +196,7 @@ def test_one_step_equals_the_slow_obvious_version(reward: Any, policy_loss: Any,
         loss = loss - weight * (advantage * log_probs.sum() + answer) / len(rows)
     loss.backward()
     assert max(float(p.grad.abs().max()) for p in policy.parameters() if p.grad is not None) > 1e-3
-    for name, parameter in policy.named_parameters():
-        assert parameter.grad is not None
-        bound = 1e-4 * parameter.grad.abs().max().item() + 1e-7
-        torch.testing.assert_close(witness.gradients[name], parameter.grad, atol=bound, rtol=0, msg=name)
+    witness.require_gradients(policy, 1e-4)
 
 
 def policy_tokenizer(folder: Path) -> Any:
@@ -381,21 +377,3 @@ def test_a_new_adapter_scores_as_the_model_does(scorer: str, tmp_path: Path) -> 
     for name, values in theirs.items():
         torch.testing.assert_close(ours[name], values, atol=1e-5, rtol=0)
     assert adapted.trained
-
-
-def test_dynamic_sampling_replaces_groups_that_earn_the_same(tmp_path: Path) -> None:
-    # No thought of two tokens is closed, so VeriFree gives all of them 0, and LogProbReward differs.
-    counts = {}
-    for reward in (VeriFreeReward(), LogProbReward()):
-        witness, likelihood = Witness(), module(reward=reward)
-        callback = rollouts(2, dynamic_sampling=DynamicSampling(1))
-        bare_trainer(tmp_path, callback, witness).fit(likelihood, data(tmp_path))
-        [batch] = witness.batches
-        counts[type(reward)] = batch.step.counts.dropped_groups, batch.step.counts.rounds
-        with torch.no_grad():
-            policy = module().load("miniature", "float32").model
-            policy.load_state_dict(witness.weights_before, strict=False)
-            # In float64, so that only the rounding of ours counts: that of log-probs as low as -40 nats.
-            slow = reward(solution_scores(policy.double(), batch.rollouts.rollouts))["reward"].float()
-        torch.testing.assert_close(batch.step.rewards, slow, atol=1e-5, rtol=1e-5)
-    assert counts == {VeriFreeReward: (2, 1), LogProbReward: (0, 0)}

@@ -60,4 +60,5 @@ def test_learning_rate_rises_linearly_and_then_follows_its_schedule_also_after_a
     expected = [2e-3 * value for value in (0.0, 0.5, *after[scheduler])]
     assert fit(None) == pytest.approx(expected, rel=1e-6)
     assert fit(tmp_path / "five.ckpt") == pytest.approx(expected[5:], rel=1e-6)
-    assert fit(tmp_path / "five.ckpt", max_epochs=4) == fit(None, max_epochs=4)[5:]
+    if scheduler == "linear":  # the schedule of a longer run is another one
+        assert fit(tmp_path / "five.ckpt", max_epochs=4) == fit(None, max_epochs=4)[5:]

@@ -21,7 +21,6 @@ from rlt_lightning.strategies.fsdp2 import FSDP2
 from rlt_lightning.types import InputError
 
 LR = 0.05
-MAX_NORM = 0.1
 
 
 class PlainSteps(RLTModule):
@@ -91,8 +90,7 @@ def test_updates_equal_the_slow_obvious_ones(
     fitted.fit(rlt, datamodule=data(tiny_model, tmp_path))
     assert fitted.global_step == 1
     [batch] = witness.batches
-    policy = module(tiny_model).load(tiny_model, "float32").model
-    policy.load_state_dict(witness.weights_before, strict=False)
+    policy = witness.load_policy(tiny_model)
     rollouts = batch.rollouts.rollouts  # type: ignore[union-attr]
     steps = update_slowly(policy, rollouts, batch.step.rewards, loss, updates, epochs)
     before, after = witness.weights_before, dict(rlt.policy.named_parameters())

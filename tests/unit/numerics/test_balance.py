@@ -76,16 +76,6 @@ def test_no_rank_has_five_per_cent_more_than_the_mean(world_size: int) -> None:
     assert imbalance([sum(by_problem[i : i + count]) for i in range(0, 16, count)]) > 1.05
 
 
-def test_chunks_divided_one_after_another_end_balanced() -> None:
-    families, tokens = lognormal_step(0)
-    loads = [0] * 8
-    for family in sorted(families, key=lambda family: min(tokens[i] for i in family)):
-        own = [tokens[i] for i in family]
-        parts = balance_shards([range(64)], own, 8, loads)
-        loads = [load + sum(own[i] for i in part) for load, part in zip(loads, parts, strict=True)]
-    assert imbalance(loads) <= 1.05
-
-
 @pytest.mark.parametrize("num_sequences", [1, 3, 4, 9])
 def test_every_rank_gets_a_sequence_if_there_are_enough(num_sequences: int) -> None:
     tokens = [1000, *[1] * (num_sequences - 1)]

@@ -272,11 +272,3 @@ def test_nover_equals_the_released_code() -> None:
     is_near(terms["term/format"], GOLDEN["nover"]["format"])
     assert len(set(GOLDEN["nover"]["rank"])) == 6
     assert max(GOLDEN["nover"]["efficiency"]) > 0
-
-
-def test_log_prob_is_that_of_the_recorded_tokens() -> None:
-    # The paper has no released code: the sum and the mean of what the others judge.
-    for reduction in ("sum", "mean"):
-        reward = LogProbReward(reduction=reduction, format_penalty=0)(golden_scores())["reward"]  # type: ignore[arg-type]
-        number = 1 if reduction == "sum" else len(GOLDEN["empty_log_probs"])
-        is_near(reward, [sum(row) / number for row in GOLDEN["log_probs"]])

@@ -31,20 +31,6 @@ def example(
     return hidden, weight, bias, torch.randint(0, VOCABULARY, (num_tokens,))
 
 
-def test_log_probs_of_a_three_word_vocabulary():
-    # p = (1, 2, 5)/8. At temperature 1/2: (1, 4, 25)/30.
-    logits = torch.tensor([[1.0, 2.0, 5.0], [1.0, 2.0, 5.0]]).log()
-    targets = torch.tensor([2, 0])
-    torch.testing.assert_close(token_log_probs(logits, targets, 1.0), torch.tensor([5 / 8, 1 / 8]).log())
-    torch.testing.assert_close(token_log_probs(logits, targets, 0.5), torch.tensor([25 / 30, 1 / 30]).log())
-
-
-def test_entropy_by_hand():
-    # Uniform over 2 of 3 words: ln 2. (1, 2, 1)/4: 2 (1/4 ln 4) + 1/2 ln 2 = 1.5 ln 2.
-    logits = torch.tensor([[0.5, 0.5, 0.0], [1.0, 2.0, 1.0]]).log()
-    torch.testing.assert_close(token_entropy(logits), torch.tensor([math.log(2), 1.5 * math.log(2)]))
-
-
 @pytest.mark.parametrize("compiled", [False, full(True)])
 @pytest.mark.parametrize("scale", [LogitScale(0.7), LogitScale(0.7, 1.3, cap=3.0)])
 def test_blocks_equal_all_at_once(scale, compiled):
@@ -126,15 +112,6 @@ def test_impossible_words_change_nothing():
     half = Head(weight.to(torch.float16), mask.to(torch.float16))
     ours, _ = linear_log_probs(hidden.to(torch.float16), half, targets)
     torch.testing.assert_close(ours, log_probs.float(), atol=0.01, rtol=0.01)
-
-
-def test_an_impossible_target_is_told():
-    hidden, weight, _, targets = example(6)
-    mask = torch.zeros(VOCABULARY, dtype=torch.float64)
-    mask[targets[2]] = -torch.inf
-    assert linear_log_probs(hidden, Head(weight, mask), targets)[0].isinf().tolist() == [
-        i == 2 for i in range(6)
-    ]
 
 
 def test_few_tokens_do_not_make_wide_blocks():

@@ -223,37 +223,6 @@ def test_a_row_without_tokens_adds_nothing_but_keeps_the_graph(policy_loss):
     assert not grad.any()
 
 
-@pytest.mark.parametrize("policy_loss", [GRPOLoss(kl_coef=0), GSPOLoss(kl_coef=0)])
-def test_on_policy_gradient_is_reinforce_with_group_baseline(policy_loss):
-    batch = random_batch(num_rows=4)
-    del batch["importance_weights"]
-    rewards = torch.tensor([1.0, 3.0, -2.0, 0.5], dtype=torch.float64)
-    batch["advantages"] = GroupCenteredAdvantages()(rewards, group_size=2)
-    loss, grad = loss_and_grad(policy_loss, {**batch, "old_log_probs": None})
-    token_mask = batch["token_mask"].double()
-    mean_log_probs = (batch["log_probs"] * token_mask).sum(dim=1) / token_mask.sum(dim=1)
-    baseline = torch.tensor([2.0, 2.0, -0.75, -0.75], dtype=torch.float64)
-    reinforce = -((rewards - baseline) * mean_log_probs).mean()
-    torch.testing.assert_close(grad, torch.autograd.grad(reinforce, batch["log_probs"])[0])
-    assert loss.item() == pytest.approx(0, abs=1e-12)  # ratios are 1 and advantages sum to 0
-
-
-def test_gradient_of_the_unbiased_kl_is_that_of_the_kl():
-    # Three words, p = softmax(z): the gradients of their KL terms, weighted by p, are that of KL(p || q).
-    logits = torch.tensor([0.3, -0.2, 1.0], dtype=torch.float64, requires_grad=True)
-    log_p, log_q = logits.log_softmax(dim=0), torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64).log()
-    (expected,) = torch.autograd.grad((log_p.exp() * (log_p - log_q)).sum(), logits, retain_graph=True)
-    one_token_rows = {"log_probs": log_p[:, None], "ref_log_probs": log_q[:, None]}
-    masks = {"advantages": torch.zeros(3), "token_mask": torch.ones(3, 1, dtype=torch.bool)}
-    word_loss = GRPOLoss(kl_coef=1.0)
-    losses = [
-        word_loss(**{name: values[word : word + 1] for name, values in (one_token_rows | masks).items()})[0]
-        for word in range(3)
-    ]
-    (grad,) = torch.autograd.grad(torch.stack(losses) @ log_p.detach().exp(), logits)
-    torch.testing.assert_close(grad, expected)
-
-
 def test_kl_without_reference_is_an_error():
     batch = {**random_batch(), "ref_log_probs": None}
     with pytest.raises(ValueError, match=r"kl_coef is 0\.04"):

@@ -10,7 +10,7 @@ import torch
 
 from rlt_lightning.numerics.divergence import log_ratio_kl, schulman_kl
 from rlt_lightning.numerics.rewards import student_kl_penalty
-from rlt_lightning.numerics.spans import Span, span_kl, span_sums, split_spans
+from rlt_lightning.numerics.spans import Span, span_kl, split_spans
 
 
 def slow_spans(teacher: list[bytes], student: list[bytes]) -> list[Span]:
@@ -62,12 +62,6 @@ def test_shared_spans_equal_the_slow_version(seed: int) -> None:
     assert [sum(side) for side in zip(*spans, strict=True)] == [len(teacher), len(student)]
 
 
-def test_a_span_is_the_sum_of_its_tokens() -> None:
-    sums = span_sums(torch.tensor([-1.0, -2.0, -3.0, -4.0]), [1, 3])
-    assert sums.tolist() == [-1.0, -9.0]
-    assert span_sums(torch.empty(0), []).tolist() == []
-
-
 def test_span_kl_by_hand() -> None:
     # Two spans: 1 teacher token against 2 of the student, d = -1 - (-0.5 - 1.5) = 1; 2 against 1,
     # d = (-2 - 1) + 2.4 = -0.6. KL_t: 1, -0.3, -0.3. mean = (1 - 0.6) / 3 teacher tokens, max = 1 / 1.
@@ -81,10 +75,3 @@ def test_span_kl_by_hand() -> None:
     k3 = span_kl(schulman_kl, *log_probs, spans)
     second = (-0.6 - 1 + math.exp(0.6)) / 2
     torch.testing.assert_close(k3, torch.tensor([math.exp(-1), second, second]))
-
-
-@pytest.mark.parametrize("estimate", [log_ratio_kl, schulman_kl])
-def test_spans_of_single_tokens_are_the_tokens(estimate: object) -> None:
-    log_probs = -torch.rand(9), -torch.rand(9)
-    found = span_kl(estimate, *log_probs, [(1, 1)] * 9)  # type: ignore[arg-type]
-    assert found.tolist() == estimate(*log_probs).tolist()  # type: ignore[operator]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from queue import SimpleQueue
@@ -20,7 +19,6 @@ from fleets import (
     SAMPLING,
     SEEDS,
     assert_each_prompt_once,
-    generate_until_lost,
     start,
     undisturbed,
 )
@@ -204,30 +202,6 @@ def test_what_was_scored_stays_when_workers_are_lost_midway() -> None:
     assert request.completions[2] == completion(3)  # the first version, which was scored
 
 
-def test_all_at_once_waits_for_what_lost_workers_have_left() -> None:
-    request = build_request()
-    asked = Asked(request)
-    asked.bring((0, completion(1)))
-    asked.end(WorkersLost("lost"))
-    assert (request.next_chunk(math.inf), request.needs_sampling) == (({}, False), True)
-    again = Asked(request)
-    again.bring(*((number, completion(number)) for number in range(4)))
-    again.end()
-    assert sorted(request.next_chunk(math.inf).completions) == [0, 1, 2, 3]
-
-
-def test_a_failure_is_told_once_and_then_asked_for_again() -> None:
-    request = build_request()
-    asked = Asked(request)
-    asked.bring((0, completion(3)))
-    asked.end(EngineError("broken"))
-    with pytest.raises(EngineError, match="broken"):
-        request.next_chunk(100)
-    chunk = run_in_background(lambda: request.next_chunk(100)).result(timeout=10)
-    assert (chunk.complete, request.needs_sampling) == (False, True)
-    assert Asked(request).prompts == [[1], [2]]
-
-
 class Failing(Outside):
     """Fails once."""
 
@@ -282,12 +256,6 @@ def test_an_engine_yields_each_completion_as_it_comes(start: Any) -> None:
     ordered = [completion for _, completion in sorted(found, key=lambda pair: pair[0])]
     assert ids([ordered[i : i + 2] for i in range(0, 16, 2)]) == undisturbed()
     assert [c.seed for c in ordered] == [seed + i for seed in SEEDS for i in range(2)]
-
-
-def test_what_was_yielded_before_a_worker_is_lost_stays(start: Any) -> None:
-    worker = FakeWorker(faults=("",) * 5 + ("die",))
-    engine = start(worker, max_sequences=1)
-    assert list(generate_until_lost(engine)) == [0, 1, 2, 3, 4]
 
 
 def test_whoever_wants_no_more_completions_ends_the_calls(start: Any) -> None:

@@ -56,13 +56,6 @@ def test_no_question_is_in_two_splits() -> None:
     assert not found["train"] & found["test"] | found["pretrain"] & (found["train"] | found["test"])
 
 
-def test_raw_and_right_traces_are_of_the_same_problems() -> None:
-    raw, right = chain_rows(64, 5), chain_rows(64, 5, mixture=None)
-    assert [row["question"] for row in raw] == [row["question"] for row in right]
-    assert {chain_kind(row["question"], row["reasoning_trace"])[0] for row in right} == {"steps"}
-    assert set(raw[0]) == {"question", "solution", "reasoning_trace", "answer"}  # no kind
-
-
 def test_chains_are_an_embedded_source() -> None:
     assert [row for _, row in read_rows("chains", "train", 8, 3)] == chain_rows(8, 3)
     with pytest.raises(InputError, match="splits train and test"):

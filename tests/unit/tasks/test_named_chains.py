@@ -9,16 +9,14 @@ from random import Random
 import pytest
 from trace_kinds import named_chain_kind, parse_named_chain
 
-from rlt_lightning.tasks.draw import find_split
 from rlt_lightning.tasks.named_chains import (
     build_mixture,
     build_named_chain,
     draw_facts,
     draw_named_chain,
-    make_names,
     named_chain_rows,
 )
-from rlt_lightning.tasks.stepwise import CHAIN_SPLITS, CHAIN_WORDING, draw_ending
+from rlt_lightning.tasks.stepwise import CHAIN_WORDING, draw_ending
 
 FACTS = draw_facts(0)
 find_kind = partial(named_chain_kind, FACTS)
@@ -62,12 +60,3 @@ def test_a_mixture_has_the_shares_asked_for() -> None:
     shares = {kind: number / len(rows) for kind, number in counts.items()}
     # Three standard errors of 60 % of 4,000 are 0.023.
     assert shares == pytest.approx({"steps": 0.1, "filler": 0.6, "leap": 0.15, "broken": 0.15}, abs=0.024)
-
-
-def test_names_and_splits_stay_what_they_were() -> None:
-    assert make_names(5) == ["vekeg", "nomop", "mubus", "nigig", "vitak"]
-    assert len({*make_names()}) == 256
-    for split in ("train", "test"):
-        rows = named_chain_rows(300, FACTS, 1, split)
-        assert {find_split(row["question"], CHAIN_SPLITS) for row in rows} == {split}
-        assert rows == named_chain_rows(300, FACTS, 1, split)

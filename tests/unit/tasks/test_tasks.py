@@ -6,9 +6,11 @@ import hashlib
 import json
 
 import pytest
+from trace_kinds import parse_word_sum
 
 from rlt_lightning.tasks import EMBEDDED
 from rlt_lightning.tasks.draw import Splits, draw_different, find_split
+from rlt_lightning.tasks.stepwise import build_word_sum, word_sum_rows
 from rlt_lightning.types import InputError
 
 # Recorded before all sources shared one function that draws: source, split, seed, hash of 60 rows.
@@ -47,3 +49,22 @@ def test_a_source_that_runs_out_says_so() -> None:
     one_split: Splits = {"all": range(16)}
     with pytest.raises(InputError, match=r"some source has about 1 different rows .* but 2 were asked for"):
         list(draw_different("some", lambda: "a", str, 2, "all", one_split))
+
+
+QUESTION = "Ana has 8 shells, buys 5, finds 3 and gets 4. How many shells does Ana have now?"
+
+
+def test_question_and_steps_by_hand():
+    # 8 + 5 = 13, 13 + 3 = 16, 16 + 4 = 20
+    problem = build_word_sum("Ana", "shells", 8, [("buys", 5), ("finds", 3), ("gets", 4)])
+    assert problem.question == QUESTION
+    assert problem.steps == ["8 + 5 = 13", "13 + 3 = 16", "16 + 4 = 20"]
+    assert problem.answer == "20"
+
+
+def test_questions_are_read_back_into_their_problems():
+    for row in word_sum_rows(200, seed=4):
+        problem = parse_word_sum(row["question"])
+        assert problem.question == row["question"]
+        assert problem.answer == row["answer"]
+        assert row["solution"] == f"\\boxed{{{row['answer']}}}"
