@@ -144,7 +144,9 @@ LETTER_PLACE = re.compile(rf"{LETTER}|[a-j](?=\s*(?:[).,;:*$}}]|$))")
 MORE_LETTERS = re.compile(r"\W{0,3}\s*(?:,|/|&|\+|and\b|or\b|、|和|或)\s*(?:and|or)?\s*\(?[A-J](?!\w)")
 # A and I are words, too.
 WORD_FOLLOWS = re.compile(r"\s+(?!(?:because|since|as|which|with|for|and|is|so|or|but|not|by)\b)[a-z]+")
-CALLED_WRONG = re.compile(r"\W{0,3}\s(?:is|was)\s(?:not|wrong|incorrect|false)\b")
+CALLED_WRONG = re.compile(
+    r"\W{0,3}\s(?:(?:is|was)\s(?:not|wrong|incorrect|false)|cannot|can't|isn't|fails)\b"
+)
 ONE_LETTER = re.compile(
     r"(?i:(?:the\s+)?(?:correct\s+|right\s+)?(?:option|choice|answer)\b\W*(?:is\b)?)?\W*([A-Ja-j])(?P<rest>.*)",
     re.DOTALL,
@@ -356,7 +358,7 @@ def read_letter(text: str) -> str | None:
     if (match := ONE_LETTER.fullmatch(text)) is None:
         return None
     letter, rest = match[1], match["rest"]
-    if MORE_LETTERS.match(rest):
+    if MORE_LETTERS.match(rest) or CALLED_WRONG.match(rest):
         return ""
     is_alone = not re.search(r"\w", rest)
     if letter.islower():
@@ -377,6 +379,7 @@ def find_letter_in_prose(text: str) -> str | None:
             several = match.end()
             break
     called = [match for match in CALLED_RIGHT.finditer(text) if match.start() > several]
+    called = [match for match in called if not MORE_LETTERS.match(text, match.end(match.lastindex or 0))]
     called += [
         match
         for match in OPTION.finditer(text, max(several, 0))

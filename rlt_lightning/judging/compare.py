@@ -44,6 +44,9 @@ MAX_TERMS = 1_000  # of a sum or a product
 NO_VALUE = (ArithmeticError, NotImplementedError, TypeError, ValueError)  # of sympy
 
 
+# Of numbers side by side math_verify takes the sum, of 1011_2 the digits. Binomials are computed by parsing.
+NOT_PARSED = re.compile(r"\d\s+\d|\d\s*_|\d\s*\\ldots|\\binom\{?[^{}]*(?:\d{6}|\d\^)")
+
 # Structure
 
 # Sets that sympy simplifies: differences, intersections and unions with listed elements.
@@ -575,9 +578,7 @@ def clear_denominator(side: Any) -> Any:
 @lru_cache(maxsize=4096)
 def parse_formula(text: str) -> Any:
     """Return a formula as math_verify parses it, with exact decimals; None if it cannot."""
-    # Of numbers side by side math_verify takes the sum, of 1011_2 the digits.
-    # Binomials are computed while they are parsed.
-    if re.search(r"\d\s+\d|\d\s*_|\\binom\{?[^{}]*(?:\d{6}|\d\^)", text) or not re.search(r"[^\W_]", text):
+    if NOT_PARSED.search(text) or not re.search(r"[^\W_]", text):
         return None
     from latex2sympy2_extended.latex2sympy2 import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse
