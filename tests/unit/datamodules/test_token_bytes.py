@@ -46,6 +46,11 @@ def llama3(smollm2: str) -> Any:
 FAMILIES = ("smollm2", "qwen", "think", "miniature", "miniature-pieces", *KINDS, "llama3")
 
 
+@pytest.fixture(scope="module")
+def smol(smollm2: str) -> Any:
+    return AutoTokenizer.from_pretrained(smollm2)
+
+
 @pytest.fixture(scope="module", params=FAMILIES)
 def tokenizer(request: pytest.FixtureRequest) -> Any:
     def load(name: str) -> Any:
@@ -116,26 +121,25 @@ def test_only_the_name_of_a_byte_is_spelled_by_characters() -> None:
     assert plain.encode("the teacher<0x0A> and of the teacher")[0] == before + name + after
 
 
-def test_what_the_teacher_wrote_is_its_tokens_bytes(smollm2: str) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(smollm2)
-    plain = ByteExactTokenizer(tokenizer, "teacher")
-    ids = tokenizer("So <|im_start|> 🧮!", add_special_tokens=False)["input_ids"]
-    assert tokenizer.convert_tokens_to_ids("<|im_start|>") in ids  # sampled as a control token
+def test_what_the_teacher_wrote_is_its_tokens_bytes(smol: Any) -> None:
+    plain = ByteExactTokenizer(smol, "teacher")
+    ids = smol("So <|im_start|> 🧮!", add_special_tokens=False)["input_ids"]
+    assert smol.convert_tokens_to_ids("<|im_start|>") in ids  # sampled as a control token
     assert plain.decode_text(ids)[0] == "So <|im_start|> 🧮!"
     missing = 10**6  # no such token
     assert plain.decode_text([*ids, missing])[1][-2:] == [len("So <|im_start|> 🧮!".encode())] * 2
 
 
-def test_line_breaks_are_tokenised_as_before_what_follows(smollm2: str) -> None:
-    plain = ByteExactTokenizer(AutoTokenizer.from_pretrained(smollm2), "student")
+def test_line_breaks_are_tokenised_as_before_what_follows(smol: Any) -> None:
+    plain = ByteExactTokenizer(smol, "student")
     alone, before_tag = plain.encode("So\n\n")[0], plain.encode("So\n\n", "<|end_of_thought|>")[0]
     assert len(alone) == 2 < len(before_tag) == 3
     # A token that would hold parts of both: "=" and "<".
     assert plain.encode("a<", "=b") == plain.encode("a<")
 
 
-def test_characters_without_tokens_are_replaced(smollm2: str) -> None:
-    plain = ByteExactTokenizer(AutoTokenizer.from_pretrained(smollm2), "student")
+def test_characters_without_tokens_are_replaced(smol: Any) -> None:
+    plain = ByteExactTokenizer(smol, "student")
     with pytest.raises(InputError, match="must have the bytes of every text"):
         plain.encode("a\x13b")
     # a │ \x13 │ b: U+FFFD has 3 bytes. \U00050000 has 4, of which the first two are one token.
