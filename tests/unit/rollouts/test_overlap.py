@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from queue import SimpleQueue
@@ -200,6 +201,18 @@ def test_what_was_scored_stays_when_workers_are_lost_midway() -> None:
     assert (list(chunk.completions), chunk.complete) == ([3], True)
     request.deliver(chunk)
     assert request.completions[2] == completion(3)  # the first version, which was scored
+
+
+def test_all_at_once_waits_for_what_lost_workers_have_left() -> None:
+    request = build_request()
+    asked = Asked(request)
+    asked.bring((0, completion(1)))
+    asked.end(WorkersLost("lost"))
+    assert (request.next_chunk(math.inf), request.needs_sampling) == (({}, False), True)
+    again = Asked(request)
+    again.bring(*((number, completion(number)) for number in range(4)))
+    again.end()
+    assert sorted(request.next_chunk(math.inf).completions) == [0, 1, 2, 3]
 
 
 class Failing(Outside):
