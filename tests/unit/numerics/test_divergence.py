@@ -2,12 +2,13 @@
 
 import itertools
 import math
+import shutil
 from typing import Any
 
 import pytest
 import torch
 from cases import full
-from slow_logits import slow_logits
+from slow_logits import slow_logits, token_log_probs
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -98,6 +99,16 @@ def test_jensen_shannon_of_four_words():
     by_hand(Divergence("jsd", beta=0.25), 0.25 * kl_teacher + 0.75 * kl_student)
 
 
+def test_jensen_shannon_tends_to_both_kls():
+    student, teacher = torch.randn(2, 50, 30, dtype=torch.float64).unbind()
+    forward = divergence(student, teacher, Divergence("jsd", beta=1e-7)) / 1e-7
+    kl = divergence(student, teacher, Divergence("forward"))
+    torch.testing.assert_close(forward, kl, rtol=1e-5, atol=1e-5)
+    reverse = divergence(student, teacher, Divergence("jsd", beta=1 - 1e-7)) / 1e-7
+    kl = divergence(student, teacher, Divergence("reverse"))
+    torch.testing.assert_close(reverse, kl, rtol=1e-5, atol=1e-5)
+
+
 # In blocks
 
 
@@ -127,6 +138,28 @@ def test_blocks_equal_full_logits(options: Divergence, num_teacher_words: int):
     same_value_and_gradient(
         in_blocks(student, teacher, options, scales), at_once(student, teacher, options, scales), student
     )
+
+
+@pytest.mark.parametrize("options", FULL, ids=name_of)
+def test_single_precision_is_as_good_as_full_logits(options: Divergence):
+    student, teacher = sides()
+    exact = at_once(student, teacher, options, (LogitScale(), LogitScale()))
+    student32, teacher32 = sides(dtype=torch.float32)
+    found = in_blocks(student32, teacher32, options, (LogitScale(), LogitScale()))
+    torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=1e-6)
+    gradients = torch.autograd.grad(found.mean(), student32)
+    for ours, theirs in zip(gradients, torch.autograd.grad(exact.mean(), student), strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=1e-6)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("options", FULL, ids=name_of)
+def test_compiled_equals_plain(options: Divergence):
+    if shutil.which("gcc") is None:
+        pytest.skip("torch.compile needs a C compiler on a CPU")
+    student, teacher = sides(WORDS - 100)
+    arguments = student, teacher, options, (LogitScale(0.7), LogitScale(0.9, exchanged=(5, 900)))
+    same_value_and_gradient(in_blocks(*arguments, compiled=True), at_once(*arguments), student)
 
 
 @pytest.mark.parametrize("options", FULL, ids=name_of)
@@ -213,6 +246,62 @@ def test_an_impossible_target_is_told_at_any_temperature():
         assert linear_log_probs(student[0], head, torch.full((150,), 5))[0].isneginf().all()
 
 
+# TRL
+
+
+def alpha_of(options: Divergence) -> float:
+    """The number by which TRL names the kind."""
+    return {"forward": 0.0, "reverse": 1.0, "jsd": options.beta}[options.kind]
+
+
+@pytest.mark.parametrize("options", FULL, ids=name_of)
+def test_full_vocabulary_equals_trl(options: Divergence):
+    # SDPO, SDFT, GKD, GOLD and the stable DistillationTrainer share the three formulas.
+    from trl.experimental.gkd import GKDTrainer
+    from trl.experimental.gold.gold_trainer import GOLDTrainer
+    from trl.experimental.sdft import loss_utils as sdft
+    from trl.experimental.sdpo import loss_utils as sdpo
+    from trl.trainer.distillation_trainer import _chunked_divergence_loss
+
+    alpha, student, teacher = alpha_of(options), *sides()
+    logits = slow_logits(*student, LogitScale()), slow_logits(*teacher, LogitScale())
+    ours = in_blocks(student, teacher, options, (LogitScale(), LogitScale()))
+    for module in (sdpo, sdft):
+        theirs = module.compute_full_logit_self_distillation_loss(*logits, distillation_alpha=alpha)
+        same_value_and_gradient(ours, theirs, student)
+    scale = LogitScale(0.7, 1.3, cap=3.0)
+    capped = slow_logits(*student, scale), slow_logits(*teacher, scale)
+    ours = in_blocks(student, teacher, options, (scale, scale))
+    for trainer in (GKDTrainer, GOLDTrainer):
+        theirs = trainer.generalized_jsd_loss(*capped, beta=alpha, temperature=0.7, reduction="none").sum(1)
+        same_value_and_gradient(ours, theirs, student)
+    # From hidden states, in single precision: TRL's tiles are no finer.
+    singles = [[tensor.detach().float().requires_grad_() for tensor in side] for side in (student, teacher)]
+    (s_hidden, s_weight, s_bias), (t_hidden, t_weight, t_bias) = singles
+    theirs, *_ = _chunked_divergence_loss(
+        *(s_hidden[None], t_hidden[None].detach(), s_weight, t_weight.detach(), torch.ones(1, 150), alpha),
+        **{"student_lm_head_bias": s_bias, "teacher_lm_head_bias": t_bias.detach(), "temperature": 0.7},
+        **{"student_logit_scale": 1.3, "teacher_logit_scale": 1.3},
+        **{"student_final_logit_softcapping": 3.0, "teacher_final_logit_softcapping": 3.0},
+    )
+    ours = in_blocks(*singles, options, (scale, scale)).mean()
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+    gradients = torch.autograd.grad(ours, singles[0]), torch.autograd.grad(theirs, singles[0])
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-6)
+
+
+def test_sampled_advantages_equal_trl():
+    from trl.experimental.sdpo.loss_utils import compute_sampled_token_self_distillation_loss
+
+    student, teacher = sides()
+    logits = slow_logits(*student, LogitScale()), slow_logits(*teacher, LogitScale())
+    tokens = torch.randint(WORDS, (150,))
+    log_probs, teacher_log_probs = (token_log_probs(side, tokens) for side in logits)
+    ours = -sampled_advantages(log_probs, teacher_log_probs) * log_probs
+    theirs = compute_sampled_token_self_distillation_loss(*logits, tokens, distillation_alpha=1.0)
+    same_value_and_gradient(ours, theirs, student)
+
+
 # Sampled tokens
 
 
@@ -241,6 +330,24 @@ def test_every_token_of_a_span_gets_its_log_ratio():
         ValueError, match="must be 5 log-probs of the teacher and 5 of the student, but there"
     ):
         sampled_advantages(student, teacher[:4])
+
+
+def test_mean_sampled_gradient_of_a_span_is_that_of_its_reverse_kl():
+    # The student writes a span as one of 3 x 3 pairs of tokens; the teacher as one of 9 tokens of its own.
+    torch.manual_seed(0)
+    first = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    second = torch.randn(3, 3, dtype=torch.float64, requires_grad=True)
+    teacher = torch.randn(9, dtype=torch.float64).log_softmax(0)
+    log_p, log_p_second = first.log_softmax(0), second.log_softmax(1)
+    spans = (log_p.unsqueeze(1) + log_p_second).flatten()  # of all 9 pairs
+    expected = torch.autograd.grad(
+        (spans.exp() * (spans - teacher)).sum(), (first, second), retain_graph=True
+    )
+    pairs = torch.stack([log_p.repeat_interleave(3), log_p_second.flatten()], dim=1)  # (9, 2)
+    advantages = sampled_advantages(pairs.flatten(), teacher, [(1, 2)] * 9).view(9, 2)
+    losses = -(advantages * pairs).sum(dim=1)
+    found = torch.autograd.grad(losses @ spans.detach().exp(), (first, second))
+    torch.testing.assert_close(found, expected)
 
 
 # Errors

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import math
-from types import SimpleNamespace
+from functools import cache
+from importlib.util import find_spec
+from itertools import product
+from pathlib import Path
+from types import CodeType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from rlt_lightning.callbacks import RolloutCallback
 from rlt_lightning.callbacks.rollout_checks import announce_weights
@@ -16,7 +22,7 @@ from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.credits import pad_engine_log_probs
 from rlt_lightning.modules.losses import compare_with_engine
 from rlt_lightning.modules.step_metrics import mismatch_metrics
-from rlt_lightning.numerics import TruncatedImportanceSampling
+from rlt_lightning.numerics import GRPOLoss, TruncatedImportanceSampling
 from rlt_lightning.numerics.importance import Mismatch
 
 ENGINE = torch.tensor([[-1.0, -2.0, -3.0], [-1.0, -2.0, -3.0]])
@@ -62,6 +68,59 @@ def test_outside_the_bounds_weights_are_truncated_or_masked() -> None:
     for cap, kept in ((2.0, 2.0), (1.9, 0.0)):
         bounded = TruncatedImportanceSampling(cap=cap, mode="mask")
         assert bounded(exact.log(), 0 * exact, exact > 0).item() == approx(kept)
+
+
+@cache
+def lines_of_trl() -> CodeType:
+    """The lines of TRL's GRPOTrainer that make `vllm_importance_sampling_ratio`, found by their condition."""
+    spec = find_spec("trl")
+    if spec is None or spec.origin is None:
+        pytest.skip("needs trl")
+    source = (Path(spec.origin).parent / "trainer" / "grpo_trainer.py").read_text()
+    [block] = [
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.If)
+        and ast.unparse(node.test) == "self.use_vllm and self.vllm_importance_sampling_correction"
+        and "invalid_mis_mask" in ast.unparse(node)
+    ]
+    return compile(ast.Module([block], []), "grpo_trainer.py", "exec")
+
+
+def weights_of_trl(mode: str, low: float | None, high: float | None, batch: dict[str, Tensor]) -> Tensor:
+    options = {"mode": mode, "clip_min": low, "clip_max": high, "correction": True}
+    trainer = SimpleNamespace(
+        use_vllm=True, **{f"vllm_importance_sampling_{name}": value for name, value in options.items()}
+    )
+    names = {"self": trainer, "torch": torch, "math": math, "tool_mask": None, **batch}
+    exec(lines_of_trl(), names)
+    return names["vllm_importance_sampling_ratio"]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("level", "mode", "low", "high"),
+    [
+        (level, mode, *bounds)
+        for level, mode in product(("token", "sequence"), ("truncate", "mask"))
+        for bounds in ((None, 3.0), (0.5, 1.5), (0.8, None))
+    ],
+)
+def test_weights_equal_those_of_trl(level: Any, mode: Any, low: float | None, high: float | None) -> None:
+    generator = torch.Generator().manual_seed(5)
+    engine = -torch.rand(64, 12, generator=generator, dtype=torch.float64)
+    log_probs = engine + 0.6 * torch.randn(64, 12, generator=generator, dtype=torch.float64)
+    mask = torch.arange(12) < torch.randint(1, 13, (64, 1), generator=generator)
+    batch = {
+        "old_per_token_logps": log_probs,
+        "sampling_per_token_logps": engine,
+        "completion_mask": mask.long(),
+    }
+    theirs = weights_of_trl(f"{level}_{mode}", low, high, batch).expand(64, 12)
+    weigh = TruncatedImportanceSampling(level, math.inf if high is None else high, low or 0.0, mode)
+    ours = weigh(log_probs, engine, mask)
+    torch.testing.assert_close(ours[mask], theirs[mask], rtol=0, atol=1e-7)
+    outside = (ours[mask] == 0) if mode == "mask" else (ours[mask] == high) | (ours[mask] == low)
+    assert 0 < outside.double().mean() < 1  # both sides of the bounds came
 
 
 LEVELS = ["token", "sequence", "arithmetic", "geometric"]
@@ -134,12 +193,67 @@ def test_unexplained_variance_by_hand() -> None:
     assert one.unexplained_frac == pytest.approx(0.25 / 32 / 0.01)
 
 
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
+def test_only_log_probs_of_another_draw_exceed_a_ratio_of_one(temperature: float) -> None:
+    torch.manual_seed(0)
+    logits = 4 * torch.randn(20_000, 50)
+    coarse = logits + 0.5 * torch.randn(20_000, 50)  # an engine in few bits
+
+    def mismatch(drawn: Tensor, told: Tensor, trainer: Tensor) -> Mismatch:
+        tokens = torch.multinomial(drawn.softmax(-1), 1)
+        engine, ours = (values.log_softmax(-1).gather(1, tokens).T for values in (told, trainer))
+        return Mismatch.between(ours, engine, torch.ones_like(ours, dtype=torch.bool))
+
+    ours = logits / temperature
+    assert mismatch(ours, ours, ours).excess_ratio == 0
+    assert mismatch(coarse / temperature, coarse / temperature, ours).excess_ratio == 0
+    assert mismatch(logits / 2, logits / 2, ours).excess_ratio == 0  # drawn otherwise, and told so
+    for other in (0.8 * temperature, 1.25 * temperature):
+        # E[p / q] - 1 is the chi-squared divergence, the mean over positions.
+        p, q = ours.softmax(-1), (logits / other).softmax(-1)
+        excess = mismatch(ours, logits / other, ours).excess_ratio
+        assert excess == pytest.approx(((p**2 / q).sum(-1) - 1).mean().item(), rel=0.3)
+
+
 def test_mismatches_of_parts_add_up_to_the_whole() -> None:
     whole = Mismatch.between(LOG_PROBS, ENGINE, MASK)
     parts = [Mismatch.between(LOG_PROBS[i : i + 1], ENGINE[i : i + 1], MASK[i : i + 1]) for i in range(2)]
     for total in (Mismatch() + parts[0] + parts[1], parts[1] + parts[0] + Mismatch()):
         assert total.sums() == pytest.approx(whole.sums())
         assert total.largest == whole.largest == pytest.approx(math.log(4))
+
+
+def test_on_policy_every_sample_is_effective_and_nothing_differs() -> None:
+    mismatch = Mismatch.between(ENGINE, ENGINE, MASK)
+    assert (mismatch.mean, mismatch.largest, mismatch.mean_kl) == (0, 0, 0)
+    assert mismatch.effective_sample_frac == 1
+
+
+def test_a_part_without_tokens_adds_nothing() -> None:
+    empty = Mismatch.between(LOG_PROBS, ENGINE, torch.zeros_like(MASK))
+    assert empty == Mismatch()
+
+
+def test_weighing_by_the_ratio_to_the_sampler_is_reinforce_of_the_trainer_in_the_mean() -> None:
+    # Three words sampled by q, weighted by p / q: the mean gradient over q is that of E_p[A].
+    logits = torch.tensor([0.3, -0.2, 1.0], dtype=torch.float64, requires_grad=True)
+    log_p, q = logits.log_softmax(dim=0), torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
+    advantages = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+    (expected,) = torch.autograd.grad(-(log_p.exp() * advantages).sum(), logits, retain_graph=True)
+    mask = torch.ones(3, 1, dtype=torch.bool)
+    weights = TruncatedImportanceSampling(cap=100.0)(log_p[:, None], q.log()[:, None], mask)
+    loss = GRPOLoss(kl_coef=0)
+    losses = [
+        loss(
+            log_probs=log_p[word : word + 1, None],
+            advantages=advantages[word : word + 1],
+            token_mask=mask[:1],
+            importance_weights=weights[word : word + 1],
+        )[0]
+        for word in range(3)
+    ]
+    (grad,) = torch.autograd.grad(torch.stack(losses) @ q, logits)
+    torch.testing.assert_close(grad, expected)
 
 
 OUTSIDE = VLLMEngine(["http://127.0.0.1:9"])
