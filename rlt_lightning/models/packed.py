@@ -362,6 +362,11 @@ def layout_fault(model: Any, layout: Layout) -> str | None:
     except FORWARD_ERRORS as error:
         # The model takes no positions, segments or 4-D mask, or lacks something.
         return f"its forward fails ({first_line(error)})"
+    if not torch.cat(theirs).isfinite().all():
+        raise InputError(
+            f"The log-probs of '{model.config.name_or_path}' must be finite, but are not: its weights hold "
+            f"NaN or infinity, or overflow in {computing_dtype(model)}. Load others, or set another dtype."
+        )
     # Of log-probs that ought to be equal.
     differences = {
         "again": theirs[0] - again,

@@ -286,12 +286,21 @@ class PassRunner:
         unknown = any(rollout.completion.log_probs is None for rollout in rollouts.values())
         return self.ranks.any(unknown) if self.ranks.sharded else unknown
 
+    def find_model(self, name: str) -> Model:
+        """Return a model that passes name."""
+        if name not in self.models:
+            raise InputError(
+                f"A scoring pass names the model '{name}', but this run has {', '.join(self.models)}. "
+                "Correct the `ScoringPass` that your reward or loss term declares."
+            )
+        return self.models[name]
+
     def run_group(
         self, step: StepBatch, key: PassKey, passes: list[RowPass], stats: PhaseStats | None
     ) -> None:
         """Run a model over sequences, or two models of which one is compared with the other."""
         with ExitStack() as stack:
-            run = stack.enter_context(self.models[key.model].loaded_on(self.device))
+            run = stack.enter_context(self.find_model(key.model).loaded_on(self.device))
             try:
                 require_context(run, step, passes)
             except InputError as error:
@@ -323,7 +332,7 @@ class PassRunner:
         others = [scoring.compared_with.build_sequence() for scoring in passes if scoring.compared_with]
         planned = self.plan(measure_lengths(passes, sequences, others or sequences), all_ranks)
         with ExitStack() as stack:
-            other = self.models[key.compared_with.model] if key.compared_with else None
+            other = self.find_model(key.compared_with.model) if key.compared_with else None
             # Once for all micro-batches: the model may lie in main memory.
             run_other = stack.enter_context(other.loaded_on(self.device)) if other else None
             for number, (micro_batch, weight) in enumerate(planned, 1):

@@ -345,7 +345,16 @@ class StepBatch:
 
     def pad(self, name: str, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Return a token column of measured rows, (n, T), padded with 0, and its mask."""
-        return pad_rows([self.tokens[name][row] for row in rows])
+        return pad_rows([self.read_tokens(name, row) for row in rows])
+
+    def read_tokens(self, name: str, row: int) -> Tensor:
+        """Return a token column of a measured row, (T,)."""
+        if name not in self.tokens:
+            raise InputError(
+                f"A credit asks for the token column '{name}', but there are {', '.join(self.tokens)}. "
+                "Correct its name, or let the reward's `measure` call `step.put_tokens`."
+            )
+        return self.tokens[name][row]
 
     def put_numbers(self, rows: Sequence[int], values: Mapping[str, Tensor]) -> None:
         """Write numbers of rows that this rank has measured; none of a dummy, but names and types.
@@ -400,7 +409,7 @@ class StepBatch:
         """Let all ranks have token columns that `put_tokens` has kept, for rows that are divided again."""
         lengths = [len(self.token_ids(row)) for row in range(len(self))]
         for name in names:
-            measured = {row: self.tokens[name][row].double().cpu() for row in self.measured}
+            measured = {row: self.read_tokens(name, row).double().cpu() for row in self.measured}
             nothing = torch.zeros(max(lengths), dtype=torch.float64, device="cpu")
             parts = [measured.get(row, nothing[:length]) for row, length in enumerate(lengths)]
             self.tokens[name] = dict(enumerate(sum_over_ranks(torch.cat(parts)).split(lengths)))
@@ -429,8 +438,12 @@ class StepBatch:
         """Keep the table with the rewards of whole groups.
 
         Raises:
-            InputError: If a column has none of the names above.
+            InputError: If a column has none of the names above, or reward is missing.
         """
+        if "reward" not in table:
+            raise InputError(
+                "A reward's table must have the column reward. Let its `measure` or `score` return one."
+            )
         if unknown := [name for name in table if not COLUMN_NAME.fullmatch(name)]:
             raise InputError(
                 f"A reward's table has the columns reward and {', '.join(f'{kind}/NAME' for kind in KINDS)}, "

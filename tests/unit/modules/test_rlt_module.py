@@ -13,6 +13,7 @@ from cases import needs_gpu
 from grpo import TEMPERATURE, Witness, data, module, rollout_callback, slow_log_probs
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import Tensor
 from trainers import bare_trainer
 
 from rlt_lightning.callbacks import ReferenceSync, RolloutCallback
@@ -20,7 +21,7 @@ from rlt_lightning.checkpoints.io import FolderCheckpointIO
 from rlt_lightning.engines import HFEngine, SampleRequest, Sampling
 from rlt_lightning.models.packed import HeadOptions
 from rlt_lightning.modules import RLTModule
-from rlt_lightning.modules.credits import RatioCredit, RewardCredit
+from rlt_lightning.modules.credits import RatioCredit, RewardCredit, TokenCredit
 from rlt_lightning.modules.frozen import Model
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.phases import count_weights
@@ -28,7 +29,8 @@ from rlt_lightning.numerics.advantages import GroupNormalisedAdvantages
 from rlt_lightning.numerics.losses import GRPOLoss
 from rlt_lightning.numerics.rewards import NonFiniteError
 from rlt_lightning.rewards import RLTReward
-from rlt_lightning.rollouts.step import StepBatch
+from rlt_lightning.rewards.student import Student
+from rlt_lightning.rollouts.step import ScoringPass, StepBatch
 from rlt_lightning.strategies.sharding import Unsharded
 from rlt_lightning.types import Completion, InputError, Rollout, Rollouts
 
@@ -371,6 +373,34 @@ def test_a_credit_asks_a_model_that_is_there(tiny_model: str, tmp_path: Path) ->
     with pytest.raises(InputError, match=f"may ask policy, reference, {tiny_model}, but asks nonsense"):
         bare_trainer(tmp_path, rollout_callback()).fit(rlt, datamodule=data(tiny_model, tmp_path))
     assert rlt.policy is None
+
+
+class GhostReward(RLTReward):
+    def scoring_passes(self, rollout: Rollout, student: Student) -> list[ScoringPass]:
+        return [replace(scoring, model="ghost") for scoring in super().scoring_passes(rollout, student)]
+
+
+class NoReward(RLTReward):
+    def measure(self, step: StepBatch, rows: Sequence[int], student: Student) -> dict[str, Tensor]:
+        return {"term/kl": super().measure(step, rows, student)["term/kl"]}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"reward": GhostReward()}, "names the model 'ghost', but this run has policy"),
+        ({"reward": NoReward()}, "must have the column reward"),
+        ({"credit": RewardCredit() + TokenCredit("stepz")}, "token column 'stepz', but there are"),
+    ],
+)
+def test_names_that_nothing_has_are_refused(
+    settings: dict[str, Any], message: str, tiny_model: str, tmp_path: Path
+) -> None:
+    rlt = module(tiny_model)
+    for name, value in settings.items():
+        setattr(rlt, name, value)
+    with pytest.raises(InputError, match=message):
+        bare_trainer(tmp_path, rollout_callback()).fit(rlt, datamodule=data(tiny_model, tmp_path))
 
 
 def test_forgetting_the_rollout_callback_is_loud(tiny_model: str, tmp_path: Path) -> None:

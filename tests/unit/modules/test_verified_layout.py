@@ -40,6 +40,13 @@ def test_the_check_runs_in_the_precision_of_the_run(
         assert seen.pop() == expected
 
 
+def test_weights_with_nan_are_named(tiny_model: str):
+    model = load_model(tiny_model)
+    model.lm_head.weight.data[3, 3] = torch.nan
+    with pytest.raises(InputError, match=r"must be finite, but are not: its weights hold NaN or infinity"):
+        verify_layout(StrictEntry(model), "tiny", "shared_prefix")
+
+
 def fault(exact: bool = False, **sizes: float) -> str | None:
     zeros = dict.fromkeys(("again", "later", "plain", "neighbour", "packed"), 0.0)
     return find_difference({name: torch.full((9,), n) for name, n in (zeros | sizes).items()}, exact)
