@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import subprocess
 import sys
+from inspect import isabstract
 from pathlib import Path
 from typing import Any
 
 import lightning
 import pytest
 import torch
+import yaml
 from commands import ROOT, python, rlt
 from fits import assert_one_clear_line, metrics
 from hooks import EveryHook
 from lightning.pytorch import Callback
+from parsed import parser_of
 from safetensors.torch import load_file
 
 from rlt_lightning import (
@@ -172,6 +176,33 @@ def test_two_ranks_weigh_what_callbacks_log(tmp_path: Path) -> None:
     assert "batch_size" not in run.stderr
     [*_, last] = metrics(tmp_path / "run").values()
     assert last["hooks/on_validation_batch_end/first"] == pytest.approx(2 / 3)
+
+
+NEEDED = {  # arguments that have no default
+    "EarlyStopping": {"monitor": "step"},
+    "GradientAccumulationScheduler": {"scheduling": {"0": 1}},
+    "ModelPruning": {"pruning_fn": "l1_unstructured"},
+    "OnExceptionCheckpoint": {"dirpath": "x"},
+    "StochasticWeightAveraging": {"swa_lrs": 0.1},
+    "ThroughputMonitor": {"batch_size_fn": "builtins.len"},
+}
+
+
+def test_every_callback_of_lightning_is_saved() -> None:
+    kinds = [kind for kind in vars(lightning.pytorch.callbacks).values() if isinstance(kind, type)]
+    names = {kind.__name__ for kind in kinds if issubclass(kind, Callback) and not isabstract(kind)}
+    assert {"Timer", "ModelCheckpoint", "EarlyStopping"} <= names
+    callbacks = [
+        {"class_path": f"lightning.pytorch.callbacks.{name}", "init_args": NEEDED.get(name, {})}
+        for name in sorted(names)
+    ]
+    parser = parser_of("fit")
+    words = [f"--trainer.callbacks+={json.dumps(callback)}" for callback in callbacks]
+    saved = parser.dump(parser.parse_args(["fit", "--config=laptop/sft", *words]), skip_validation=True)
+    [*_, settings] = yaml.safe_load(saved).values()
+    found = [callback["class_path"].split(".")[-1] for callback in settings["trainer"]["callbacks"]]
+    assert found == sorted(names)
+    assert parser.parse_string(saved)
 
 
 # Optimizers

@@ -7,6 +7,7 @@ import json
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch
@@ -20,10 +21,12 @@ from miniatures import PIECES
 from ranks import STEPS, Runs, run
 from safetensors.torch import load_file, save_file
 from tiny import CHAINS
+from torch import Tensor, nn
 
 from rlt_lightning.models.weights import stored_once, whole_tensors
 from rlt_lightning.strategies import FSDP2
 from rlt_lightning.strategies.fsdp2 import measure_free_bytes, whole_gradients_fit
+from rlt_lightning.strategies.sharding import DeepSpeedZeRO
 from rlt_lightning.strategies.zero import DeepSpeed
 
 SHARDED = ["ddp", "fsdp2", full("zero1"), full("zero2"), "zero3"]
@@ -288,3 +291,71 @@ def test_lightnings_trainer_takes_our_strategies_by_name(name: str, kind: type, 
         assert isinstance(strategy.config, dict)
         assert strategy.config["zero_optimization"]["stage"] == stage
         assert ("offload_param" in strategy.config["zero_optimization"]) == name.endswith("_offload")
+
+
+class Twice(nn.Module):
+    """Uses its first layer twice in a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.bfloat16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(self.second(self.first(x).tanh()).tanh())
+
+
+def step_deepspeed(rank: int, stage: int, own_boundaries: bool) -> None:
+    """Require what two micro-batches, with two forwards each, move weights by to be their gradient."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it compiles for a minute
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+    x = torch.randn(2, 2, 4, 8, generator=torch.Generator().manual_seed(1)).bfloat16()  # ranks, micro-batches
+
+    def loss(one: Any, other: Any, x: Tensor) -> Tensor:
+        return (one(x) + other(x / 2)).float().square().mean()
+
+    plain = Twice().float()
+    (sum(loss(plain, plain, x[i, j].float()) for i in range(2) for j in range(2)) / 4).backward()
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 2 if own_boundaries else 1,
+        "gradient_clipping": 0.0,
+        "bf16": {"enabled": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+    }
+    model = Twice()
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    engine: Any = deepspeed.initialize(model=model, optimizer=sgd, config=config)[0]
+
+    def read() -> list[Tensor]:
+        return [deepspeed.utils.safe_get_full_fp32_param(p).clone() for p in model.parameters()]
+
+    before = read()
+    for j in range(2):
+        if own_boundaries:  # and one of the forwards beside the engine: DeepSpeed's issue 8224
+            engine.backward(loss(engine, engine.module, x[rank, j]))
+            engine.step()
+        else:
+            with DeepSpeedZeRO(SimpleNamespace(model=engine)).micro_batch(last=j == 1):
+                engine.backward(loss(engine, engine, x[rank, j]) / 2)
+    if not own_boundaries:
+        engine.step()
+    for parameter, old, new in zip(plain.parameters(), before, read(), strict=True):
+        assert parameter.grad is not None
+        assert (old - new - parameter.grad).norm() < 0.02 * parameter.grad.norm()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("own_boundaries", [False, True], ids=["as we accumulate", "as DeepSpeed does"])
+def test_a_submodule_that_is_used_several_times_has_its_whole_gradient(
+    own_boundaries: bool, stage: int, tmp_path: Path
+) -> None:
+    pytest.importorskip("deepspeed")
+    ranks.call(step_deepspeed, tmp_path, stage, own_boundaries)

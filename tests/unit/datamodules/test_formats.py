@@ -17,7 +17,7 @@ from tokenizers import processors
 from transformers import AutoTokenizer
 
 from rlt_lightning.datamodules.formats import ChatFormat, encode, encode_pieces
-from rlt_lightning.tags import TagStyle, decode_each, tag_style
+from rlt_lightning.tags import R1, STRATOS, TagStyle, decode_each, tag_style
 from rlt_lightning.types import Completion, InputError
 
 # The token layouts of four model families, in our own words.
@@ -209,6 +209,13 @@ def test_empty_system_prompt_sends_no_system_message(smol: Any):
 
 
 # Tags
+
+
+def test_tag_styles_by_name_or_field():
+    assert tag_style("r1") is R1
+    assert tag_style(STRATOS) is STRATOS
+    with pytest.raises(InputError, match=r"data\.tags must be stratos or r1.*got 'xml'"):
+        tag_style("xml")
 
 
 def test_a_separator_that_sticks_to_the_text_is_refused(smol: Any):

@@ -187,6 +187,25 @@ def test_a_fingerprint_names_the_source_that_changed(make_data: MakeData):
     assert [a == b for a, b in zip(before, now, strict=True)] == [True, False]
 
 
+def test_a_hub_id_may_name_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    # The library takes a folder in the working directory for the data set of that name.
+    folder = tmp_path / "lab/sums"
+    folder.mkdir(parents=True)
+    for name in ("main", "socratic"):
+        write_jsonl(folder / f"{name}.jsonl", [custom_row(name)])
+    parts = [
+        f"- {{config_name: {name}, data_files: [{{split: test, path: {name}.jsonl}}]}}\n"
+        for name in ("main", "socratic")
+    ]
+    (folder / "README.md").write_text(f"---\nconfigs:\n{''.join(parts)}---\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    assert read_rows("lab/sums:main", "test") == [(1, custom_row("main"))]
+    assert read_rows("lab/sums:socratic", "test") == [(1, custom_row("socratic"))]
+    with pytest.raises(InputError, match=r"'lab/sums:none'.*'none' not found.*'main'"):
+        read_rows("lab/sums:none", "test")
+
+
 def test_sources_are_mixed_with_rows_numbered_through_and_a_report_each(make_data: MakeData, tmp_path: Path):
     stratos = write_jsonl(tmp_path / "stratos.jsonl", ["", stratos_row("a?"), "{", stratos_row("b?")])
     own = write_jsonl(tmp_path / "own.jsonl", [custom_row("c?"), custom_row("", "7"), custom_row("d?")])
@@ -472,6 +491,16 @@ def test_a_process_without_a_row_to_score_is_refused(
         with pytest.raises(InputError, match=f"Each of the 2 processes needs a row to score.*are {rows} in"):
             make_data(val_rows=rows, val_batch_size=batch_size, prompts_per_step=2)
     assert make_data(val_rows=3, val_batch_size=2, prompts_per_step=2).val_items  # the last batch has one
+
+
+def test_held_out_rows_of_another_source(make_data: MakeData):
+    data = make_data(val_source="chains", val_rows=3)
+    assert len(data.items) == 20
+    assert len(data.val_items) == 3
+    assert {p.question for p in data.problems[:20]}.isdisjoint(p.question for p in data.val_items)
+    assert make_data().val_dataloader() == []
+    with pytest.raises(InputError, match="rlt validate needs held-out rows"):
+        make_data(stage="validate")
 
 
 def test_a_subclass_of_a_stage_is_taken(tmp_path: Path) -> None:

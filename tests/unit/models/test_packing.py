@@ -147,6 +147,15 @@ def test_leaks_are_found_in_every_precision(family, dtype, tiny_models):
         )
 
 
+def test_positions_that_depend_on_the_longest_sequence_are_not_packed(tiny_models, tmp_path):
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32}
+    factors = {"factor": 4.0, "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]}
+    config = LlamaConfig.from_pretrained(tiny_models["llama"], rope_parameters=rope | factors)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match=r"'single' .* which is slower: with 'auto' the longest sequence"):
+        assert verify_layout(StrictEntry(load_model(str(tmp_path))), "long", "auto") == "single"
+
+
 def test_attention_that_cannot_share_is_named_as_the_cause(tiny_models):
     model = load_model(tiny_models["llama"], attn_implementation="sdpa")
     with pytest.raises(InputError, match=r"\('sdpa'\) would mix sequences of a row. Set model.layout"):

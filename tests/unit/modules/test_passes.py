@@ -10,7 +10,7 @@ import torch
 
 from rlt_lightning.engines import Sampling
 from rlt_lightning.modules.frozen import Model
-from rlt_lightning.modules.passes import PassRunner
+from rlt_lightning.modules.passes import PassKey, PassRunner
 from rlt_lightning.modules.ranks import Ranks
 from rlt_lightning.numerics.rewards import NonFiniteError
 from rlt_lightning.rollouts.request import RolloutRequest
@@ -31,6 +31,21 @@ class Fake:
     def __call__(self, function: Any, packed: Any, temperature: float, *rest: Any) -> Any:
         self.calls.append((self.name, packed.targets.tolist()))
         return -packed.targets.float() / temperature, None
+
+
+class Sharded(Ranks):
+    """This rank among others that have these keys, and whose flags are this one."""
+
+    def __init__(self, others: list[PassKey] | None = None, flag: bool = False) -> None:
+        super().__init__()
+        self.sharded, self.others, self.flag, self.asked = True, others, flag, list[bool]()
+
+    def any(self, flag: bool) -> bool:
+        self.asked.append(flag)
+        return flag or self.flag
+
+    def gather(self, value: Any) -> Any:
+        return [value] if self.others is None else [value, self.others]
 
 
 def read(
@@ -108,6 +123,12 @@ def test_ranks_that_share_a_step_serve_or_ask_alike(lacking: bool) -> None:
     )
     assert row == 0
     assert bool(calls) == lacking
+
+
+def test_all_ranks_ask_who_lacks_log_probs_whatever_their_rows_declare() -> None:
+    ranks = Sharded(flag=True)
+    read(lambda rollout: [of_completion("student", rollout, model="student")], ranks=ranks)
+    assert ranks.asked == [True]
 
 
 def test_what_is_not_finite_is_named_with_its_row() -> None:
