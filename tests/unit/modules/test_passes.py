@@ -108,6 +108,40 @@ def test_another_temperature_or_model_is_another_pass() -> None:
     assert step.tokens["warm"][0].tolist() == [-5, -6, -7]
 
 
+def test_what_rows_share_is_read_once_in_a_step() -> None:
+    def reads(rollout: Rollout) -> list[ScoringPass]:
+        return [ScoringPass("student", PROMPT, [3, 4], {"empty": (3, 4)}, 9, 1.0, once=("empty", 9))]
+
+    step, calls = read(reads, rows=[0])
+    assert calls == [("student", [4])]
+    # In a later chunk it is known already.
+    step, calls = read(reads, step=step, rows=[1])
+    assert calls == []
+    assert [values.tolist() for values in step.tokens["empty"].values()] == [[-4], [-4]]
+
+
+@pytest.mark.parametrize(
+    ("log_probs", "options", "asks"),
+    [
+        ([-0.1, -0.2, -0.3], {}, False),
+        (None, {}, True),
+        ([-0.1, -0.2, -0.3], {"recompute": True}, True),
+        # Another rank lacks them, and all must run the policy together.
+        ([-0.1, -0.2, -0.3], {"ranks": Sharded(flag=True)}, True),
+    ],
+    ids=["reported", "unknown", "recompute", "another rank"],
+)
+def test_the_engines_log_probs_serve_where_all_are_known(log_probs: Any, options: Any, asks: bool) -> None:
+    step, calls = read(
+        lambda rollout: [of_completion("teacher", rollout, first=1, asks_engine=True)],
+        log_probs,
+        **options,
+    )
+    assert bool(calls) == asks
+    expected = [-12, -14] if asks else [-0.2, -0.3]
+    assert step.tokens["teacher"][0].tolist() == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("lacking", [False, True])
 def test_ranks_that_share_a_step_serve_or_ask_alike(lacking: bool) -> None:
     # Rank 0's row has log-probs; whether rank 1's has them, both ranks know.
@@ -123,6 +157,38 @@ def test_ranks_that_share_a_step_serve_or_ask_alike(lacking: bool) -> None:
     )
     assert row == 0
     assert bool(calls) == lacking
+
+
+def test_at_another_temperature_the_engines_do_not_serve() -> None:
+    warm: Any = {"asks_engine": True, "temperature": 0.7}
+    _, calls = read(lambda rollout: [of_completion("teacher", rollout, **warm)], [-0.1, -0.2, -0.3])
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("rows", [[0], []], ids=["rows that read else", "no rows"])
+def test_a_rank_without_a_read_that_others_have_runs_a_dummy(rows: list[int]) -> None:
+    def reads(rollout: Rollout) -> list[ScoringPass]:
+        return [of_completion("whole", rollout, model="student", temperature=1.0)]
+
+    others = [PassKey(POLICY, 0.5), PassKey("student", 1.0)]
+    step, calls = read(reads, rows=rows, ranks=Sharded(others))
+    assert calls == [(POLICY, [0]), ("student", [5, 6, 7] if rows else [0])]
+    assert list(step.tokens) == ["whole"][: len(rows)]
+
+
+def test_a_rank_that_knows_a_read_runs_a_dummy_for_the_others() -> None:
+    def reads(rollout: Rollout) -> list[ScoringPass]:
+        return [
+            of_completion("whole", rollout, model="student", temperature=1.0),
+            ScoringPass(POLICY, [], PROMPT, {"given": (1, 2)}, 9, once=("given", 9)),
+        ]
+
+    together = {"ranks": Sharded([PassKey(POLICY, 0.5)])}
+    step, calls = read(reads, rows=[0], **together)
+    assert calls == [(POLICY, [2]), ("student", [5, 6, 7])]
+    step, calls = read(reads, step=step, rows=[1], **together)
+    assert calls == [(POLICY, [0]), ("student", [5, 8])]
+    assert step.tokens["given"][1].tolist() == [-4]
 
 
 def test_all_ranks_ask_who_lacks_log_probs_whatever_their_rows_declare() -> None:
