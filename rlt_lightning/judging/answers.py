@@ -79,11 +79,17 @@ FORMULA_BEFORE = re.compile(
     r"(?:[<>^*/+_±]|\\[a-z]+|(?:\w|\))-|(?:[\d)]|\b[a-z])\s*-\s*|\d\s|_\{?\w+\}?\s"
     r"|(?:\bnot|n't|\bnever|\bthan|\bat\s(?:least|most)|\bno\s\w+\sfor(?:\s\w\s=)?|\bunless\s\w\s="
     r"|\d\s+(?:to|in|of|out\sof|by|choose)"
+    r"|\b(?:half|thirds?|quarters?|percent|squares?|roots?|cubes?|reciprocal|inverse|negative|opposite)\sof"
+    r"|\b(?:negative|twice|thrice|double|triple|half)"
     r"|\b(?:minus|plus|times|over|mod|base|log|ln|sqrt|sin|cos|tan|step|problem|question|part|equation|section"
     r"|case|figure|page|example))\s)\s*$",
     re.I,
 )
-FORMULA_AFTER = re.compile(r"\s*(?:[<>+*^_=]|\\[a-z]+|[-/]\s*\d|-\s*[a-z]\b)|[a-z_({]|!\s*[.,;=)]", re.I)
+FORMULA_AFTER = re.compile(
+    r"\s*(?:[<>+*^_=]|\\[a-z]+|[-/]\s*\d|-\s*[a-z]\b)|[a-z_({]|!\s*[.,;=)]"
+    r"|\s+(?:squared|cubed|factorial|recurring|repeating|doubled|tripled|halved|percent\s+of)\b",
+    re.I,
+)
 NUMBER_DENIED = re.compile(
     r"\s(?:cannot|(?:ca|is|does|wo)n't|(?:does|will)\snot)\b|(?:,?\s(?:which|but\s\w+))?\s(?:is|was|would\sbe)"
     r"\s(?:not|too|impossible|wrong|incorrect|false|invalid|excluded|rejected)\b",
@@ -100,6 +106,11 @@ REMARK = re.compile(
     r",?\s+(?:because|since|as|i\.\s?e\.|that is|which|so that)(?:[^\n.]|\.(?=\d))*\.?\s*$"
     r"|\s\((?=[^()]*[a-z]{2})[^()]*\)\W*$",
     re.I,
+)
+# Before a box, or a letter, that is not the answer.
+DENIED_BEFORE = re.compile(
+    r"(?i)(?:\bnot|n't|\bnever|\bcannot|\b(?:incorrect|wrong|mistake|error|mistaken)\sto)"
+    r"(?:\s(?:be|equal|to|choose|select|pick|is))*[\s$(\\\[:]*$"
 )
 # A box is taken back, and another value follows.
 TAKEN_BACK = re.compile(
@@ -141,11 +152,14 @@ SENTENCE_END = re.compile(
 OPERATION = r"\s+(?:[=<>^]|\\(?:[lg]e|ne|approx|in|cdot|times|cup|cap|pm)(?![a-z]))"
 LETTER = rf"(?:\(\s*[A-Ja-j]\s*\)|[A-J](?![A-Za-z0-9_'’+/=^]|\*\w|{OPERATION}))"
 LETTER_PLACE = re.compile(rf"{LETTER}|[a-j](?=\s*(?:[).,;:*$}}]|$))")
-MORE_LETTERS = re.compile(r"\W{0,3}\s*(?:,|/|&|\+|and\b|or\b|、|和|或)\s*(?:and|or)?\s*\(?[A-J](?!\w)")
+MORE_LETTERS = re.compile(
+    r"\W{0,3}\s*(?:,|/|&|\+|and\b|or\b|、|和|或)\s*(?:and|or)?\s*(?:\(?[A-J](?!\w)|\([a-j]\))"
+)
 # A and I are words, too.
 WORD_FOLLOWS = re.compile(r"\s+(?!(?:because|since|as|which|with|for|and|is|so|or|but|not|by)\b)[a-z]+")
 CALLED_WRONG = re.compile(
-    r"\W{0,3}\s(?:(?:is|was)\s(?:not|wrong|incorrect|false)|cannot|can't|isn't|fails)\b"
+    r"\W{0,3}\s(?:which\s)?(?:(?:is|was)\s(?:not|wrong|incorrect|false)|cannot|can't|isn't|fails)\b"
+    r"|\W{1,4}(?i:no|wait|oops|sorry|correction|actually|hold on)\b"
 )
 ONE_LETTER = re.compile(
     r"(?i:(?:the\s+)?(?:correct\s+|right\s+)?(?:option|choice|answer)\b\W*(?:is\b)?)?\W*([A-Ja-j])(?P<rest>.*)",
@@ -197,6 +211,8 @@ def solution_block(response: str, tags: TagStyle) -> str:
 def find_answer(text: str) -> str | None:
     """Return the answer that a solution gives; see the file's header for where it stands."""
     boxes, is_open = find_boxes(text)
+    if is_denied(text, boxes):
+        return None
     if (marked := marked_answer(text)) is not None:
         behind = text[boxes[0][1] :] if boxes else ""
         taken_back = TAKEN_BACK.search(behind)
@@ -228,6 +244,12 @@ def find_boxes(text: str) -> tuple[list[tuple[int, int, str]], bool]:
         if content and content.strip():
             boxes.append((box.start(), end, content.strip()))
     return boxes, is_open
+
+
+def is_denied(text: str, boxes: list[tuple[int, int, str]]) -> bool:
+    """Return whether the last box is said not to be the answer."""
+    before = text[max(0, boxes[0][0] - 60) : boxes[0][0]] if boxes else ""
+    return DENIED_BEFORE.search(read_characters(before)) is not None
 
 
 def join_boxes(text: str, boxes: list[tuple[int, int, str]]) -> str:
@@ -301,8 +323,11 @@ def read_numbers(text: str, numbers: list[re.Match[str]]) -> str | None:
     written = add_unit(text, last)
     following = text[last.start() + len(written) :] if text.startswith(written, last.start()) else ""
     start = first.start() + first[0].startswith("-")
-    is_denied = NUMBER_DENIED.match(text, last.end())
-    if is_denied or FORMULA_BEFORE.search(text, 0, start) or FORMULA_AFTER.match(following):
+    if (
+        NUMBER_DENIED.match(text, last.end())
+        or FORMULA_BEFORE.search(text, 0, start)
+        or FORMULA_AFTER.match(following)
+    ):
         return None
     return written if first is last else text[first.start() : last.start()] + written
 
@@ -329,7 +354,9 @@ def add_unit(text: str, number: re.Match[str]) -> str:
     quantity = read_quantity(normalise(written))
     if quantity and quantity.doubtful:  # in prose a letter behind a number is a unit
         return re.sub(r"[a-zA-Z]+", lambda m: LONG.get(m[0], m[0]), written)
-    return written if quantity and quantity.unit else number[0].strip().rstrip(",")
+    plain = read_quantity(normalise(number[0]))
+    is_scaled = quantity and plain and quantity.value != plain.value  # 5 million
+    return written if quantity and (quantity.unit or is_scaled) else number[0].strip().rstrip(",")
 
 
 # Choices
@@ -338,6 +365,8 @@ def add_unit(text: str, number: re.Match[str]) -> str:
 def find_letter(text: str) -> str | None:
     """Return the chosen option of a solution, from A to J; see the file's header for where it stands."""
     boxes, _ = find_boxes(text)
+    if is_denied(text, boxes):
+        return None
     marks = [join_boxes(text, boxes)] if boxes else []
     marks += [content for _, _, content in boxes]
     marks += [*ANSWER_TAG.findall(text)[::-1], *HASHES.findall(text)[::-1]]
@@ -379,6 +408,7 @@ def find_letter_in_prose(text: str) -> str | None:
             several = match.end()
             break
     called = [match for match in CALLED_RIGHT.finditer(text) if match.start() > several]
+    called = [match for match in called if not DENIED_BEFORE.search(text, 0, match.start())]
     called = [match for match in called if not MORE_LETTERS.match(text, match.end(match.lastindex or 0))]
     called += [
         match

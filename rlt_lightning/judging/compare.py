@@ -39,13 +39,20 @@ from rlt_lightning.judging.quantities import (
 # Irrational values agree in so many digits, and in twice as many more as the largest number in them has. No
 # larger numbers than these are computed: of rational values, which are compared exactly, and of others.
 AGREEMENT, MAX_DIGITS, MAX_IRRATIONAL = 350, 100_000, 2_000
-NUM_POINTS = 4  # at which formulas with variables are compared
+# Where formulas with variables are compared: near 2, near 20 and beyond their largest number, so that
+# |x-50| is not 50-x. All variables are positive at the points of `POSITIVE`.
+NUM_NEAR, NUM_POINTS, POSITIVE = 4, 8, {0, 1, 4, 6}
+MAX_SCALE = 10**6
 MAX_TERMS = 1_000  # of a sum or a product
 NO_VALUE = (ArithmeticError, NotImplementedError, TypeError, ValueError)  # of sympy
 
 
-# Of numbers side by side math_verify takes the sum, of 1011_2 the digits. Binomials are computed by parsing.
-NOT_PARSED = re.compile(r"\d\s+\d|\d\s*_|\d\s*\\ldots|\\binom\{?[^{}]*(?:\d{6}|\d\^)")
+# Of numbers side by side math_verify takes the sum, of 1011_2 the digits, and A for A^T, 1 for gcd(n,2).
+# Binomials are computed by parsing.
+NOT_PARSED = re.compile(
+    r"\d\s+\d|\d\s*_|\d\s*\\ldots|\\binom\{?[^{}]*(?:\d{6}|\d\^)"
+    r"|[A-Z]\)?\s*\^\s*\{?\s*(?:T(?![a-zA-Z])|\\top)|(?:gcd|lcm)\s*\([^()]*[a-zA-Z]"
+)
 
 # Structure
 
@@ -68,6 +75,8 @@ CODE = re.compile(
     r"|\(\d{3}\)\s*\d+-\d+|\d{3}-\d{4}"
 )
 RELATION = re.compile(r"\\(?:le|ge|ne|approx|in)(?![a-zA-Z])|[<>=]")
+WORD, GENES = re.compile(r"[^\W\d_]+"), re.compile(r"(?i)(?:([a-z])\1)+")
+SHORT_WORDS = {"at", "be", "by", "if", "in", "is", "it", "no", "of", "on", "or", "so", "to", "up", "we"}
 # A variable, function or measure, as it stands left of an equals sign.
 NAME = re.compile(
     r"(?:\\(?:angle|triangle|overline|widehat)\s*)?\\?[a-zA-Z]+'*(?:_\{[^{}]*\})?(?:\^\{-1\})?"
@@ -335,7 +344,7 @@ def read_approximation(text: str, is_reference: bool = False) -> list[Parsed]:
         return answers
     try:
         [total] = expand_sums(formula)
-        number = Fraction(str(evaluate(total, 0, 30)))
+        number = Fraction(str(evaluate(total, {}, 30)))
     except NO_VALUE:
         return []
     is_exact = is_terminating(number.limit_denominator(10**12))
@@ -373,7 +382,9 @@ def same_parsed(a: Parsed, b: Parsed) -> bool:
         return all(map(same_parsed, a.parts, b.parts))  # the parts of `x=1, y=2` have an order in `1, 2`
     left = list(b.parts)
     for part in a.parts:
-        match = next((other for other in left if same_parsed(part, other)), None)
+        is_set = part.text.startswith(r"\{")
+        same = (x for x in left if x.text.startswith(r"\{") == is_set and same_parsed(part, x))
+        match = next(same, None)
         if match is None:
             return False
         left.remove(match)
@@ -439,12 +450,23 @@ def has_unit(text: str) -> bool:
 
 
 def squeeze(text: str) -> str:
-    """Return a text without case of words, spaces outside numbers, and quotes, which make no difference."""
-    text = text.replace('"', "").replace("'", "")
+    r"""Return a text without case of words, spaces outside numbers, and quotes, which make no difference.
+
+    The primes of f'(x) and the case of commands such as \Gamma do.
+    """
+    text = re.sub(r"(?<![\w)}\]'])(['\"])([^'\"]*)\1", r"\2", text)
     if re.search(r"[^\W\d_]{2}", re.sub(r"\\[a-zA-Z]+", "", text)):
-        parts = re.split(rf"(?<=[\d}})])(\s*(?:{CASED.pattern})(?![a-zA-Z]))", text)
-        text = "".join(part if i % 2 else part.casefold() for i, part in enumerate(parts))
+        parts = re.split(rf"(\\[a-zA-Z]+|(?<=[\d}})])\s*(?:{CASED.pattern})(?![a-zA-Z]))", text)
+        text = "".join(part if i % 2 else WORD.sub(fold_word, part) for i, part in enumerate(parts))
     return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
+
+
+def fold_word(word: re.Match[str]) -> str:
+    """Return a word in lower case, but genes, elements and products as they are: AaBB, CO, mv."""
+    text = word[0]
+    is_word = text.islower() or text.isupper() or text.istitle() or not text.isascii()
+    is_symbol = (len(text) == 2 and text.casefold() not in SHORT_WORDS) or GENES.fullmatch(text)
+    return text.casefold() if is_word and not is_symbol else text
 
 
 def is_words(text: str) -> bool:
@@ -483,9 +505,12 @@ def same_formula(a: str, b: str) -> bool:
 
 
 def same_case(a: str, b: str) -> bool:
-    """Return whether no letter is upper case in one formula and lower case in the other (math_verify: no)."""
-    letters, others = (set(re.sub(r"\\[a-zA-Z]+", "", text)) for text in (a, b))
-    return not any(letter.swapcase() in others - letters for letter in letters - others if letter.isalpha())
+    """Return whether letters have the same case and primes in two formulas, which math_verify mixes up."""
+    letters, others = (set(re.findall(r"\\[a-zA-Z]+|[a-zA-Z]", text)) for text in (a, b))
+    folded, others_folded = ({name.casefold() for name in names} for names in (letters, others))
+    is_mixed = any(name.casefold() in folded & others_folded for name in letters ^ others)
+    primes, other_primes = (sorted(re.findall(r"[^\s']\s*'+", text)) for text in (a, b))
+    return not is_mixed and primes == other_primes
 
 
 def same_expression(a: Any, b: Any, first: Quantity | None = None, second: Quantity | None = None) -> bool:
@@ -509,9 +534,12 @@ def same_expression(a: Any, b: Any, first: Quantity | None = None, second: Quant
         digits = count_digits(a, b)
         num_points = NUM_POINTS if a.free_symbols | b.free_symbols else 1
         for precision in (15, digits):  # most unequal formulas differ in the first digits
-            pairs = evaluate_both(a, b, num_points, precision)
-            # Laws such as ln ab = ln a + ln b hold where both sides are real.
-            compared = [(x, y) for x, y in pairs if x.is_real and y.is_real] or pairs
+            points = evaluate_both(a, b, num_points, precision)
+            pairs = list(points.values())
+            # Laws such as ln ab = ln a + ln b hold where both sides are real, but ln(5-x) is not ln|x-5|.
+            real = {point: sum(bool(value.is_real) for value in pair) for point, pair in points.items()}
+            kept = [point for point, number in real.items() if number == 2 or (number and point in POSITIVE)]
+            compared = [points[point] for point in kept] if 2 in real.values() else pairs
             if not all(agree(x, y, precision) for x, y in compared):
                 break
         else:
@@ -553,7 +581,7 @@ def same_relation(a: Any, b: Any) -> bool:
     has_order = a.rel_op not in ("==", "!=")
     first, second = sides if has_order else map(clear_denominator, sides)
     digits = count_digits(first, second)
-    values = evaluate_both(first, second, NUM_POINTS, digits)
+    values = list(evaluate_both(first, second, NUM_POINTS, digits).values())
     if not all(x and y for x, y in values):
         return False
     ratios = [x / y for x, y in values]
@@ -641,24 +669,72 @@ def count_digits(a: Any, b: Any) -> int:
     return AGREEMENT + 2 * int(size)
 
 
-def evaluate_both(a: Any, b: Any, num_points: int, digits: int) -> list[tuple[Any, Any]]:
-    """Return the values of two formulas at some points; see `evaluate`."""
-    return [(evaluate(a, point, digits), evaluate(b, point, digits)) for point in range(num_points)]
+def evaluate_both(a: Any, b: Any, num_points: int, digits: int) -> dict[int, tuple[Any, Any]]:
+    """Return the values of two formulas at some points; far ones are left out where neither has a value.
+
+    Raises:
+        ValueError: If one has none at a point, or both have none at a near one. Or another of `NO_VALUE`.
+    """
+    values: dict[int, tuple[Any, Any]] = {}
+    for point in range(min(num_points, NUM_NEAR) if is_tower(a) or is_tower(b) else num_points):
+        at = choose_point(a, b, point)
+        try:
+            first = evaluate(a, at, digits)
+        except NO_VALUE:
+            if point < NUM_NEAR:
+                raise
+            if has_value(b, at, digits):
+                raise
+            continue
+        pair = first, evaluate(b, at, digits)
+        # What is left of e^{200} - e^{200} + 1 says nothing.
+        is_rest = any(getattr(value, "_prec", 4 * digits) < 3.4 * digits for value in pair)
+        if point < NUM_NEAR or not is_rest:
+            values[point] = pair
+    return values
 
 
-def evaluate(expression: Any, point: int, digits: int) -> Any:
-    """Return the value of a formula where its variables have fixed values.
+def has_value(formula: Any, values: dict[Any, Any], digits: int) -> bool:
+    """Return whether a formula has a value where its variables have these values."""
+    with suppress(*NO_VALUE):
+        evaluate(formula, values, digits)
+        return True
+    return False
+
+
+def is_tower(formula: Any) -> bool:
+    """Return whether a function of what grows fast stands in a formula, as in e^{e^x}: no far points."""
+    from sympy import Abs, Function, Max, Min, Pow, log, sign
+
+    slow = (log, Abs, sign, Max, Min)
+    fast = [
+        part
+        for part in formula.atoms(Pow, Function)
+        if part.args[-1].free_symbols and not isinstance(part, slow)
+    ]
+    return any(part.args[-1].has(*fast) for part in fast)
+
+
+def choose_point(a: Any, b: Any, point: int) -> dict[Any, Any]:
+    """Return the values of the variables of two formulas at a point."""
+    from sympy import Rational
+
+    largest = max((abs(number) for number in a.atoms(Rational) | b.atoms(Rational)), default=0)
+    scale = [1, 10, min(max(40, 2 * int(largest)), MAX_SCALE)][max(0, point // 2 - 1)]
+    values = {}
+    for place, name in enumerate(sorted(a.free_symbols | b.free_symbols, key=str)):
+        # At other points half of the variables are negative: |x| is not x there.
+        sign = -1 if point not in POSITIVE and (place + point) % 2 else 1
+        values[name] = Rational(sign * scale * Random(f"{name}{point}").randrange(1010, 3000), 1009)
+    return values
+
+
+def evaluate(expression: Any, values: dict[Any, Any], digits: int) -> Any:
+    """Return the value of a formula where its variables have these values.
 
     Raises:
         ValueError: If it has none there. Or another of `NO_VALUE`.
     """
-    from sympy import Rational
-
-    values = {}
-    for place, name in enumerate(sorted(expression.free_symbols, key=str)):
-        # At half of the points half of the variables are negative: |x| is not x there.
-        sign = -1 if point >= NUM_POINTS // 2 and (place + point) % 2 else 1
-        values[name] = Rational(sign * Random(f"{name}{point}").randrange(1010, 3000), 1009)
     try:
         value = expression.evalf(digits + 50, subs=values)
     except AttributeError as error:  # sympy's, of what is no number

@@ -18,7 +18,7 @@ from rlt_lightning.judging.quantities import LONG
 SIGNS = r"""
 −–—‒‐‑﹣ -    ×✕✖ \times    ·⋅∙• \cdot    ÷∕⁄ /    ≤⩽≦ \le    ≥⩾≧ \ge    ≠ \ne    ≡ \equiv    ≈≃ \approx
 ± \pm    ∞ \infty    √ \sqrt    ∛ \sqrt[3]    ∪ \cup    ∩ \cap    ∈ \in    ∅⌀ \emptyset    ℝ \mathbb{R}
-ℤ \mathbb{Z}    °º˚ degree    ⟨〈 \langle    ⟩〉 \rangle    、٬ ,    ٫ .    ∶ :    ’‘′ '    “”„«» "
+ℤ \mathbb{Z}    °º˚ degree    ⟨〈 \langle    ⟩〉 \rangle    、٬ ,    ٫ .    ∶ :    ’‘′ '    ″ ''    “”„«» "
 """
 SIGN_OF = {
     ord(sign): f" {written} " if written.isalpha() else written + " " * written.startswith("\\")
@@ -71,6 +71,8 @@ COMMANDS = {
     r"\\(?:varnothing|O)(?![a-zA-Z])|\\\{\s*\\\}": r"\\emptyset ",
     r"\\l?brace(?![a-zA-Z])": r"\\{",
     r"\\rbrace(?![a-zA-Z])": r"\\}",
+    r"\^\s*\{((?:\s*\\prime)+)\s*\}": r"\1",
+    r"\s*\^?\s*\\prime(?![a-zA-Z])": "'",
     r"\^\s*(?:\\circ(?![a-zA-Z])|\{\s*\\circ\s*\})|\\(?:degree|textdegree)(?![a-zA-Z])": " degree ",
     r"\\(?:mathbb\s*\{R\}|mathbb R|R(?![a-zA-Z])|Reals)": r"(-\\infty,\\infty)",
     r"\b[bpBV]?matrix\}": "pmatrix}",
@@ -256,7 +258,9 @@ def read_numbers(text: str) -> str:
 
 def tidy_ends(text: str) -> str:
     """Return a text without the punctuation around it, and without braces around all of it."""
-    text = text.strip(" \n\t\"'*`;:。,").removeprefix("=").removeprefix(r"\approx").strip()
+    ends = " \n\t*`;:。,"  # quotes only if they are opened: others are primes
+    text = text.strip(ends + "\"'" if text.lstrip(ends)[:1] in ("'", '"') else ends)
+    text = text.removeprefix("=").removeprefix(r"\approx").strip()
     if not text.endswith(r"\ldots"):
         text = text.rstrip(".。;,: ")
     while text.startswith("{") and text.endswith("}") and "{" not in text[1:-1] and "}" not in text[1:-1]:

@@ -77,7 +77,7 @@ QUOTIENT = re.compile(
 # Only with a space before it is this a unit: 3m may be a product.
 SHORT = re.compile(r"[a-zA-Z]|in|am|pm|pa|ha|ev|rs|us")
 UNIT_TOKEN = re.compile(r"[^\W\d_]+|[$€£¥₹₽₩¢]|/|\^\s*\{-?\d\}")
-UNIT = re.compile(rf"(?:\s|\\cdot|{UNIT_TOKEN.pattern}|[().'-])*")
+UNIT = re.compile(rf"(?:\s|\\cdot|{UNIT_TOKEN.pattern}|[().-]|(?<=[^\W\d_])')*")
 # A fraction of letters behind a number: of units, if what it is compared with has a unit.
 UNIT_FRACTION = re.compile(
     r"(.*\S)\s*\\frac\s*\{((?:[^{}]|\^\{\d\})+)\}\s*\{((?:[^{}]|\^\{\d\})+)\}", re.DOTALL
