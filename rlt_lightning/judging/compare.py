@@ -681,9 +681,7 @@ def evaluate_both(a: Any, b: Any, num_points: int, digits: int) -> dict[int, tup
         try:
             first = evaluate(a, at, digits)
         except NO_VALUE:
-            if point < NUM_NEAR:
-                raise
-            if has_value(b, at, digits):
+            if point < NUM_NEAR or has_value(b, at, digits):
                 raise
             continue
         pair = first, evaluate(b, at, digits)

@@ -235,7 +235,7 @@ def verify_layout(run: Callable[..., Any], name: str, wanted: Layout) -> Layout:
 
     Raises:
         InputError: If no layout is right, or "shared_prefix" was asked for and is wrong, or see
-            `require_fixed_positions`.
+            `require_fixed_positions` and `layout_fault`.
     """
     call_model(run, require_fixed_positions)
     architecture, attention = run(lambda model: (type(model).__name__, get_attention(model)))
@@ -321,7 +321,11 @@ def list_rope_parameters(config: Any) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def layout_fault(model: Any, layout: Layout) -> str | None:
-    """Compare log-probs of random tokens in this layout and one by one; return the fault, or None."""
+    """Compare log-probs of random tokens in this layout and one by one; return the fault, or None.
+
+    Raises:
+        InputError: If the model's log-probs are not finite.
+    """
     generator = torch.Generator().manual_seed(0)
     num_words = min(1000, model.config.get_text_config().vocab_size)
     device = next(model.parameters()).device
