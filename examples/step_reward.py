@@ -20,6 +20,7 @@ from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.credits import RewardCredit, TokenCredit
 from rlt_lightning.rewards import CorrectnessReward
 from rlt_lightning.rewards.student import Student
+from rlt_lightning.rollouts.columns import Table
 from rlt_lightning.rollouts.step import StepBatch
 from rlt_lightning.tags import decode_each
 
@@ -29,7 +30,7 @@ STEP = re.compile(r"(\d) ?(times|add) ?(\d) ?is ?(\d)")
 class StepReward(CorrectnessReward):
     """The correctness reward, and a value of the last token of each step."""
 
-    def measure(self, step: StepBatch, rows: Sequence[int], student: Student) -> dict[str, Tensor]:
+    def measure(self, step: StepBatch, rows: Sequence[int], student: Student) -> Table:
         """See `Reward.measure`."""
         tokenizer = student.format.tokenizer
         texts = [decode_each(tokenizer, step.token_ids(row)) for row in rows]

@@ -33,7 +33,8 @@ from rlt_lightning.models.load import Dtype, can_replace_attention
 from rlt_lightning.models.template import find_eos_token_ids
 from rlt_lightning.numerics.packing import Layout
 from rlt_lightning.rewards import LikelihoodReward, LogProbReward
-from rlt_lightning.rollouts.step import POLICY, columns_of
+from rlt_lightning.rollouts.columns import Term, columns_of
+from rlt_lightning.rollouts.step import POLICY
 from rlt_lightning.strategies.sharding import ModelEntry
 from rlt_lightning.tags import TagStyle, decode
 from rlt_lightning.types import Completion, InputError, Problem, Rollout
@@ -118,7 +119,7 @@ class RLTRewardFunction(ExplanationScorer, TrainerCallback):
         with prepare_to_score(model), torch.autocast(device.type, torch.bfloat16, enabled=self.args.bf16):
             step = self.score(rollouts, ModelEntry(model), device, group_size)
         if log_metric is not None:
-            for name, values in columns_of(step.table, "term").items():
+            for name, values in columns_of(step.table, Term).items():
                 log_metric(f"{self.__name__}/{name}", values.mean().item())
         return step.rewards.tolist()
 

@@ -26,7 +26,7 @@ import torch
 from explanation_scorer import ExplanationScorer  # beside this file
 
 from rlt_lightning.models.load import load_model
-from rlt_lightning.rollouts.step import columns_of
+from rlt_lightning.rollouts.columns import Term, columns_of
 from rlt_lightning.strategies.sharding import ModelEntry
 from rlt_lightning.types import InputError
 
@@ -145,7 +145,7 @@ class RLTRewardFunction(ExplanationScorer):
         ]
         step = self.score(rollouts, teacher, device)
         columns = {
-            name: v.tolist() for name, v in {"score": step.rewards, **columns_of(step.table, "term")}.items()
+            name: v.tolist() for name, v in {"score": step.rewards, **columns_of(step.table, Term)}.items()
         }
         return [{name: values[i] for name, values in columns.items()} for i in range(len(texts))]
 

@@ -31,7 +31,8 @@ from rlt_lightning.models.load import Dtype, context_length
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.rewards import RLTReward, TextReward
 from rlt_lightning.rewards.student import Student
-from rlt_lightning.rollouts.step import StepBatch, columns_of
+from rlt_lightning.rollouts.columns import REWARD, Column, Level, Record, Term, columns_of
+from rlt_lightning.rollouts.step import StepBatch
 from rlt_lightning.run.console import make_printable
 from rlt_lightning.tags import TagStyle, decode_each
 from rlt_lightning.trainer import TRAINER_DEFAULTS, quiet_third_parties
@@ -45,9 +46,9 @@ ROWS_AT_ONCE = 8  # as configs/recipe_7b/rank.yaml
 class NoReward(TextReward):
     """The reward that `Teacher` uses if it has no student; its zeros are not shown."""
 
-    def __call__(self, rollouts: list[Rollout], tags: TagStyle) -> dict[str, Any]:
+    def __call__(self, rollouts: list[Rollout], tags: TagStyle) -> dict[Column, Any]:
         """See `TextReward`."""
-        return {"reward": torch.zeros(len(rollouts))}
+        return {REWARD: torch.zeros(len(rollouts))}
 
 
 @dataclass(frozen=True)
@@ -92,13 +93,13 @@ class Score:
             student: Who read it.
         """
         table, read = step.choose([row]), reward.list_tokens(step, row)
-        columns = {name: float(values) for name, values in columns_of(table, "record").items()}
+        columns = {name: float(values) for name, values in columns_of(table, Record).items()}
         solution = columns["solution_log_prob_mean"] + reward.min_coef * columns["solution_log_prob_min"]
         return cls(
-            reward=float(table["reward"]),
-            r_ss=solution - float(table.get("level/baseline", 0.0)),
+            reward=float(table[REWARD]),
+            r_ss=solution - float(table.get(Level("baseline"), 0.0)),
             r_kl=columns["kl_mean"] + reward.max_coef * columns["kl_max"],
-            terms={name: float(values) for name, values in columns_of(table, "term").items()},
+            terms={name: float(values) for name, values in columns_of(table, Term).items()},
             token_ids=read.explanation,
             tokens=decode_each(student.format.tokenizer, read.explanation),
             kl=read.kl,

@@ -26,6 +26,7 @@ from rlt_lightning.modules.checks import count_steps
 from rlt_lightning.modules.policy import PolicyModule
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.rewards import CorrectnessReward, RLTReward
+from rlt_lightning.rollouts.columns import Level
 from rlt_lightning.rollouts.step import StepBatch
 from rlt_lightning.run.console import announce
 from rlt_lightning.teacher import score_problems
@@ -277,7 +278,7 @@ def find_useful(reward: RLTReward, scored: Sequence[StepBatch]) -> list[bool]:
     """Return which explanations are useful; the rewards are gains over filler."""
     gains = [float(value) for step in scored for value in step.rewards]
     filler = [
-        float(value) * reward.solution_weight for step in scored for value in step.table["level/baseline"]
+        float(value) * reward.solution_weight for step in scored for value in step.table[Level("baseline")]
     ]
     return [gain >= max(MARGIN, -PART * value) for gain, value in zip(gains, filler, strict=True)]
 
@@ -321,7 +322,7 @@ def judge_own_answers(
     callback = RolloutCallback(HFEngine(), sampling=sampling, num_traces=GROUP, seed=rollouts.seed)
     announce(f"sampling {GROUP} answers of the student to each of {len(judged)} problems")
     scored = score_problems(student, answers, callback, **trainer)
-    right = [bool(value > 0) for step in scored for value in step.table["level/correct"]]
+    right = [bool(value > 0) for step in scored for value in step.table[Level("correct")]]
     return [right[i : i + GROUP] for i in range(0, len(right), GROUP)]
 
 

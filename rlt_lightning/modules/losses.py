@@ -27,6 +27,7 @@ from rlt_lightning.numerics.transfers import upload
 from rlt_lightning.rewards.base import AnswerScore
 from rlt_lightning.rewards.explanations import build_solution_pass
 from rlt_lightning.rewards.student import Student
+from rlt_lightning.rollouts.columns import Column
 from rlt_lightning.rollouts.step import POLICY, REFERENCE, ScoringPass
 from rlt_lightning.types import Rollout
 
@@ -47,7 +48,7 @@ class LossOutput:
     loss: Tensor
     metrics: dict[str, Tensor]
     mismatch: Mapping[str, Tensor] = field(default_factory=dict)
-    numbers: Mapping[str, Tensor] = field(default_factory=dict)
+    numbers: Mapping[Column, Tensor] = field(default_factory=dict)
 
 
 class LossTerm(ABC):

@@ -40,8 +40,11 @@ from rlt_lightning.numerics.divergence import Divergence
 from rlt_lightning.numerics.importance import TruncatedImportanceSampling
 from rlt_lightning.numerics.losses import DAPOLoss
 from rlt_lightning.numerics.transfers import upload
-from rlt_lightning.rollouts.step import POLICY, REFERENCE, ScoringPass, StepBatch, name_column
+from rlt_lightning.rollouts.columns import REWARD, Group, Record, Table
+from rlt_lightning.rollouts.step import POLICY, REFERENCE, ScoringPass, StepBatch
 from rlt_lightning.types import InputError, PromptBatch, Rollout, Rollouts
+
+DIVERGENCE, JUDGED = Group("divergence"), Record("judged_tokens")  # columns of a step
 
 
 class OPDModule(OnPolicyModule):
@@ -304,16 +307,16 @@ def score_answers(step: StepBatch) -> Tensor:
 
     The reward is 0 if there is none.
     """
-    counts = step.table["judged"]
-    rewards = -step.table["divergence"] / counts.clamp(min=1)
-    step.set_scores({"reward": rewards, name_column("record", "judged_tokens"): counts})
+    counts = step.table[JUDGED]
+    rewards = -step.table[DIVERGENCE] / counts.clamp(min=1)
+    step.set_scores({REWARD: rewards, JUDGED: counts})
     return counts
 
 
-def build_numbers(divergences: Tensor, rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
-    """Return the divergences of answers, (n,), and how many tokens of each are judged, by name."""
+def build_numbers(divergences: Tensor, rollouts: Sequence[Rollout]) -> Table:
+    """Return the divergences of answers, (n,), and how many tokens of each are judged."""
     judged = upload([count_judged(rollout) for rollout in rollouts], divergences.device, torch.float32)
-    return {"divergence": divergences.float(), "judged": judged}
+    return {DIVERGENCE: divergences.float(), JUDGED: judged}
 
 
 def build_judged_pass(rollout: Rollout, temperature: float | None) -> ScoringPass:

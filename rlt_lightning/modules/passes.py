@@ -51,7 +51,8 @@ from rlt_lightning.numerics.rewards import NonFiniteError, choose_remedy, requir
 from rlt_lightning.numerics.transfers import upload
 from rlt_lightning.rewards.base import Reward
 from rlt_lightning.rewards.student import Student
-from rlt_lightning.rollouts.step import POLICY, ScoringPass, StepBatch, columns_of
+from rlt_lightning.rollouts.columns import Term, columns_of
+from rlt_lightning.rollouts.step import POLICY, ScoringPass, StepBatch
 from rlt_lightning.types import InputError, Rollout, Rollouts, SFTExample
 
 # Returns the scoring passes of a completion.
@@ -534,7 +535,7 @@ def score_groups(step: StepBatch, reward: Reward) -> None:
     try:
         require_finite(step.rewards, f"reward of {source}", rows, choose_remedy(reward))
     except NonFiniteError:
-        for name, values in columns_of(step.table, "term").items():
+        for name, values in columns_of(step.table, Term).items():
             require_finite(values, f"term '{name}' of {source}", rows, choose_remedy(reward))
         raise
 

@@ -12,7 +12,8 @@ from rlt_lightning.datamodules.rows import TRACE_COLUMN, keep_columns
 from rlt_lightning.judging.answers import reference_answer
 from rlt_lightning.rewards.base import CountedTokens
 from rlt_lightning.rewards.student import Student
-from rlt_lightning.rollouts.step import StepBatch, columns_of, name_column
+from rlt_lightning.rollouts.columns import Level, name_columns
+from rlt_lightning.rollouts.step import StepBatch
 from rlt_lightning.run.jsonl import JsonRow, read_whole_rows, rewrite
 from rlt_lightning.tags import decode_each
 from rlt_lightning.types import InputError, Problem, PromptBatch
@@ -25,10 +26,7 @@ MARKS = ("completion", "trace_column")  # by which scoring would take another te
 
 def score_rows(step: StepBatch, rows: Sequence[int]) -> list[dict[str, float]]:
     """Return the reward and its terms, one dictionary per rollout."""
-    table = step.choose(rows)
-    terms = {f"{name}_reward": values for name, values in columns_of(table, "term").items()}
-    levels, others = columns_of(table, "level"), columns_of(table, "record")
-    columns = dict(reward=table["reward"], **terms, **levels, **others)
+    columns = name_columns(step.choose(rows), "files")
     values = zip(*(column.tolist() for column in columns.values()), strict=True)
     return [dict(zip(columns, row, strict=True)) for row in values]
 
@@ -76,7 +74,7 @@ def predicted_rows(batch: PromptBatch, data: Any, model: str) -> Iterator[JsonRo
         if turn:
             columns = data.format.build_conversation(replace(problem, solution=solution), thought)
         if data.samples == "answers":
-            column, first = step.table[name_column("level", "correct")], row - number
+            column, first = step.table[Level("correct")], row - number
             correct = column[first : first + step.group_size]
             columns |= read_reference(problem)
             columns |= {"pass_rate": fmean(correct.tolist()), "found_answer": step.texts["answers"][row]}

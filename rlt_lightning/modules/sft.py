@@ -16,6 +16,7 @@ from rlt_lightning.modules.losses import LossInputs, LossOutput, LossTerm
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.policy import PolicyModule
 from rlt_lightning.numerics.packing import Layout
+from rlt_lightning.rollouts.columns import REWARD, Table
 from rlt_lightning.rollouts.step import POLICY, ScoringPass, StepBatch
 from rlt_lightning.types import InputError, SFTBatch, SFTExample
 
@@ -105,6 +106,6 @@ class CompletionLoss(LossTerm):
         return LossOutput(loss, metrics, numbers=numbers)
 
 
-def mean_log_probs(values: Tensor, lengths: list[int]) -> dict[str, Tensor]:
+def mean_log_probs(values: Tensor, lengths: list[int]) -> Table:
     """Return the reward of each example: the mean of its log-probs, (M,) of all."""
-    return {"reward": torch.stack([part.sum() / max(1, len(part)) for part in values.split(lengths)])}
+    return {REWARD: torch.stack([part.sum() / max(1, len(part)) for part in values.split(lengths)])}

@@ -16,7 +16,8 @@ from rlt_lightning.engines import EngineError
 from rlt_lightning.modules.phases import PhaseStats
 from rlt_lightning.numerics.advantages import split_groups, zero_std_groups
 from rlt_lightning.numerics.importance import Mismatch
-from rlt_lightning.rollouts.step import StepBatch, columns_of
+from rlt_lightning.rollouts.columns import name_columns
+from rlt_lightning.rollouts.step import StepBatch
 from rlt_lightning.types import Rollouts
 
 # Above rounding. Log-probs of temperature 1 for tokens drawn at 0.7 have 0.13 (SmolLM2-135M), of 0.84 0.03.
@@ -36,17 +37,12 @@ def reward_metrics(step: StepBatch) -> dict[str, Any]:
         # Groups in which every completion earned the same, so that they teach nothing.
         "reward/zero_std_frac": zero_std_groups(rewards, step.group_size).float().mean(),
     }
-    return dict(**metrics, **reward_means(step, step.logged))
+    return dict(**metrics, **reward_means(step, step.logged))  # a name that is taken raises an error
 
 
 def reward_means(step: StepBatch, rows: Sequence[int], held_out: bool = False) -> dict[str, Any]:
     """Return the means of a scored step's columns by the names of their metrics."""
-    prefix, table = "reward/val_" if held_out else "reward/", step.choose(rows)
-    # A name that is taken raises an error, here and above.
-    terms = dict(mean=table["reward"], **columns_of(table, "term"), **columns_of(table, "level"))
-    columns = {prefix + name: values for name, values in terms.items()}
-    if not held_out:
-        columns = dict(**columns, **columns_of(table, "log"))
+    columns = name_columns(step.choose(rows), "validation" if held_out else "training")
     return {name: values.mean() for name, values in columns.items()}
 
 

@@ -4,9 +4,9 @@
     measure         tokens and texts of some rows ─▶ a table of these rows   (the rank that has the tokens)
     score           the table of all rows, group after group ─▶ with rewards         (alike on every rank)
 
-The names of a table's columns say what they are for (rollouts/step.py). Measuring and scoring are two steps
-because tokens stay on the rank that computed them: ranks share only numbers, and a judge is asked once. A
-reward that compares no completions may return all of the table from `measure`.
+The kinds of a table's columns say what they are for (rollouts/columns.py). Measuring and scoring are two
+steps because tokens stay on the rank that computed them: ranks share only numbers, and a judge is asked once.
+A reward that compares no completions may return all of the table from `measure`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from rlt_lightning.rewards.student import Student
-from rlt_lightning.rollouts.step import ScoringPass, StepBatch, name_column
+from rlt_lightning.rollouts.columns import REWARD, Level, Table, Term
+from rlt_lightning.rollouts.step import ScoringPass, StepBatch
 from rlt_lightning.tags import TagStyle
 from rlt_lightning.types import Problem, Rollout
 
@@ -95,7 +96,7 @@ class Reward(ABC):
         return []
 
     @abstractmethod
-    def measure(self, step: StepBatch, rows: Sequence[int], student: Student) -> dict[str, Tensor]:
+    def measure(self, step: StepBatch, rows: Sequence[int], student: Student) -> Table:
         """Return the table of n rows from their tokens and texts, (n,) each.
 
         Args:
@@ -104,7 +105,7 @@ class Reward(ABC):
             student: The model that scores.
         """
 
-    def score(self, table: dict[str, Tensor], group_size: int) -> dict[str, Tensor]:
+    def score(self, table: Table, group_size: int) -> Table:
         """Return the table of all N rows with their rewards, (N,) each.
 
         Args:
@@ -143,7 +144,8 @@ class Reward(ABC):
         """Free processes and memory; safe to call twice."""
 
 
-def build_table(terms: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return a table with the terms and the reward that they add up to, in this order."""
+def build_table(terms: dict[str, Tensor], baseline: Tensor | None = None) -> Table:
+    """Return a table with the reward, the terms that add up to it and, if there is one, the baseline."""
     reward = sum(terms.values(), start=torch.zeros_like(next(iter(terms.values()))))
-    return {"reward": reward, **{name_column("term", name): values for name, values in terms.items()}}
+    table: Table = {REWARD: reward} | {Term(name): values for name, values in terms.items()}
+    return table if baseline is None else table | {Level("baseline"): baseline}

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from rlt_lightning.judging.judge import Judge
 from rlt_lightning.rewards.base import Reward
 from rlt_lightning.rewards.student import Student
-from rlt_lightning.rollouts.step import StepBatch, columns_of, name_column
+from rlt_lightning.rollouts.columns import REWARD, Column, Level, Table, Text, columns_of
+from rlt_lightning.rollouts.step import StepBatch
 from rlt_lightning.tags import TagStyle
 from rlt_lightning.types import InputError, Rollout
 
@@ -23,7 +23,7 @@ class TextReward(Reward, ABC):
     asks_student = False
 
     @abstractmethod
-    def __call__(self, rollouts: list[Rollout], tags: TagStyle) -> dict[str, Any]:
+    def __call__(self, rollouts: list[Rollout], tags: TagStyle) -> dict[Column, Any]:
         """Reward N completions.
 
         Args:
@@ -31,16 +31,16 @@ class TextReward(Reward, ABC):
             tags: The tags in the texts.
 
         Returns:
-            The table (rollouts/step.py): `reward` and further columns such as `level/NAME`, each (N,), on
-            the CPU. A list `text/NAME` has what was found in each text.
+            The table (rollouts/columns.py): `REWARD` and further columns such as `Level(name)`, each (N,), on
+            the CPU. A list `Text(name)` has what was found in each text.
         """
 
-    def measure(self, step: StepBatch, rows: Sequence[int], student: Student) -> dict[str, Tensor]:
+    def measure(self, step: StepBatch, rows: Sequence[int], student: Student) -> Table:
         """Return the table; keep the findings in the texts."""
         table = self(step.rollouts(rows), student.format.tags)
-        for name, values in columns_of(table, "text").items():
+        for name, values in columns_of(table, Text).items():
             step.texts.setdefault(name, {}).update(zip(rows, values, strict=True))
-        return {name: values for name, values in table.items() if not name.startswith("text/")}
+        return {column: values for column, values in table.items() if not isinstance(column, Text)}
 
 
 class CorrectnessReward(TextReward):
@@ -72,7 +72,7 @@ class CorrectnessReward(TextReward):
         # It is made when the tags are known.
         self.judge: Judge | None = None
 
-    def __call__(self, rollouts: list[Rollout], tags: TagStyle) -> dict[str, Any]:
+    def __call__(self, rollouts: list[Rollout], tags: TagStyle) -> dict[Column, Any]:
         """See `TextReward`; levels are 1 for yes and 0 for no.
 
         `timed_out` is whether judging reached its limit of time or memory, so that the answer counts as
@@ -83,14 +83,14 @@ class CorrectnessReward(TextReward):
         assert self.judge is not None
         verdicts = self.judge.judge_all((r.text, r.problem.reference) for r in rollouts)
         levels = {
-            name: torch.tensor([float(getattr(verdict, name)) for verdict in verdicts])
+            Level(name): torch.tensor([float(getattr(verdict, name)) for verdict in verdicts])
             for name in ("correct", "formatted", "timed_out")
         }
-        judged = torch.where(levels["correct"] > 0, self.right, self.wrong)
+        judged = torch.where(levels[Level("correct")] > 0, self.right, self.wrong)
         return {
-            "reward": torch.where(levels["formatted"] > 0, judged, self.unformatted),
-            **{name_column("level", name): values for name, values in levels.items()},
-            name_column("text", "answers"): [verdict.answer for verdict in verdicts],
+            REWARD: torch.where(levels[Level("formatted")] > 0, judged, self.unformatted),
+            **levels,
+            Text("answers"): [verdict.answer for verdict in verdicts],
         }
 
     def open(self, tags: TagStyle) -> None:

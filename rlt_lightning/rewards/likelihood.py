@@ -42,7 +42,8 @@ from rlt_lightning.rewards.explanations import (
 )
 from rlt_lightning.rewards.rlt import RLTReward
 from rlt_lightning.rewards.student import Student
-from rlt_lightning.rollouts.step import ScoringPass, StepBatch, columns_of, name_column, pad_rows
+from rlt_lightning.rollouts.columns import Group, Log, Record, Table, Term, columns_of
+from rlt_lightning.rollouts.step import ScoringPass, StepBatch, pad_rows
 from rlt_lightning.types import Rollout
 
 
@@ -122,14 +123,14 @@ class LikelihoodReward(Reward, ABC):
             passes.append(build_empty_solution_pass(student, view.problem, temperature))
         return passes
 
-    def measure(self, step: StepBatch, rows: Sequence[int], student: Student) -> dict[str, Tensor]:
+    def measure(self, step: StepBatch, rows: Sequence[int], student: Student) -> Table:
         """Return the terms and, where thoughts are compared, the figures for `score`."""
         scores = self.build_scores(step, rows)
         table = self(scores)
         if self.compares:
             mean = mean_of_tokens(scores.log_probs, scores.token_mask)
             figures = {"mean": mean, "closed": scores.closed.to(mean), "length": scores.lengths.float()}
-            table |= {name_column("group", name): values for name, values in figures.items()}
+            table |= {Group(name): values for name, values in figures.items()}
         return table
 
     def build_scores(self, step: StepBatch, rows: Sequence[int]) -> SolutionScores:
@@ -150,19 +151,19 @@ class LikelihoodReward(Reward, ABC):
             kl_mask=kl_mask,
         )
 
-    def score(self, table: dict[str, Tensor], group_size: int) -> dict[str, Tensor]:
+    def score(self, table: Table, group_size: int) -> Table:
         """See `Reward.score`; thoughts of whole groups are compared by one number of each."""
         return table | self.compare(table, group_size) if self.compares else table
 
-    def compare(self, table: dict[str, Tensor], group_size: int) -> dict[str, Tensor]:
+    def compare(self, table: Table, group_size: int) -> Table:
         """Return the columns that depend on the whole group, (N,) each."""
-        figures = columns_of(table, "group")
+        figures = columns_of(table, Group)
         mean = figures["mean"].unsqueeze(1)  # (N, 1)
         # By index, not by row: one problem may have two groups in a step.
         groups = torch.arange(len(mean), device=mean.device) // group_size
         every = torch.ones_like(mean, dtype=torch.bool)
         scores = SolutionScores(mean, every, figures["closed"] > 0, figures["length"], groups)
-        terms = columns_of(table, "term") | {"solution": self.score_solution(scores)}
+        terms = columns_of(table, Term) | {"solution": self.score_solution(scores)}
         efficiency = self.score_efficiency(scores)
         return build_table(terms if efficiency is None else terms | {"efficiency": efficiency})
 
@@ -201,7 +202,7 @@ class LikelihoodReward(Reward, ABC):
         """Return the baseline of the solution's term, (N,); None if there is none."""
         return None
 
-    def __call__(self, scores: SolutionScores) -> dict[str, Tensor]:
+    def __call__(self, scores: SolutionScores) -> Table:
         """Return the reward of N thoughts and its terms, each (N,). Means and minima are in nats.
 
         Raises:
@@ -219,10 +220,10 @@ class LikelihoodReward(Reward, ABC):
         if scores.kl is not None and scores.kl_mask is not None:
             details["kl_mean"] = student_kl_penalty(scores.kl, scores.kl_mask, max_coef=0.0)
             terms["kl"] = -self.kl_weight * details["kl_mean"]
-        table = build_table(terms | {"format": self.score_format(scores)})
+        table = build_table(terms | {"format": self.score_format(scores)}, baseline)
         for name, values in details.items():
-            table |= {name_column("log", f"student/{name}"): values, name_column("record", name): values}
-        return table if baseline is None else table | {name_column("level", "baseline"): baseline}
+            table |= {Log(f"student/{name}"): values, Record(name): values}
+        return table
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,8 @@ from rlt_lightning.rewards.explanations import (
     list_explanation_tokens,
 )
 from rlt_lightning.rewards.student import Student
-from rlt_lightning.rollouts.step import ScoringPass, StepBatch, name_column, pad_rows
+from rlt_lightning.rollouts.columns import Log, Record, Table
+from rlt_lightning.rollouts.step import ScoringPass, StepBatch, pad_rows
 from rlt_lightning.types import InputError, Rollout
 
 TERMS = ("solution", "kl", "format")
@@ -129,7 +130,7 @@ class RLTReward(Reward):
             passes.append(build_empty_solution_pass(student, view.problem, temperature, text))
         return passes
 
-    def measure(self, step: StepBatch, rows: Sequence[int], student: Student) -> dict[str, Tensor]:
+    def measure(self, step: StepBatch, rows: Sequence[int], student: Student) -> Table:
         """Return the reward with its terms."""
         rollouts = step.rollouts(rows)
         solution, solution_mask = step.pad("solution", rows)  # (n, S)
@@ -204,7 +205,7 @@ class RLTReward(Reward):
         format_ok: Tensor,
         extra: dict[str, Tensor] | None = None,
         empty_log_probs: Tensor | None = None,
-    ) -> dict[str, Tensor]:
+    ) -> Table:
         """Return the reward of each completion and its terms.
 
         The reward is the sum of w_SS * r_SS, -lambda * r_KL, 0 or the format penalty, and `extra`. Means,
@@ -240,11 +241,10 @@ class RLTReward(Reward):
         terms = dict(zip(TERMS, (solution, penalty, format_reward), strict=True)) | (extra or {})
         processed = list_statistics(log_probs, solution_mask, processed_kl, kl_mask)
         raw = list_statistics(solution_log_probs, solution_mask, kl, kl_mask)
-        table = build_table(terms)
+        table = build_table(terms, baseline)
         for name, values in processed.items():
-            table |= {name_column("log", f"reward/{name}"): values, name_column("record", name): values}
-            table[name_column("log", f"student/{name}")] = raw[name]
-        return table if baseline is None else table | {name_column("level", "baseline"): baseline}
+            table |= {Log(f"reward/{name}"): values, Record(name): values, Log(f"student/{name}"): raw[name]}
+        return table
 
     def compute_baseline(self, empty_log_probs: Tensor | None, solution_mask: Tensor) -> Tensor | None:
         """Return r_SS of an empty explanation, (N,), from its log-probs, (N, S); None without a baseline."""

@@ -3,14 +3,7 @@
 ScoringPass  what a model is to compute of one completion: rewards and losses declare it (rewards/base.py)
 tokens       what the models computed, (T,) per row: on the rank that ran them, which has these rows as shard
 table        what a reward made of these tokens and of texts: a number per row, (N,), shared by all ranks.
-             A column's name says what it is for:
-
-                 reward          what a completion is worth
-                 term/NAME       a term of it, logged as reward/NAME and reward/val_NAME, in files NAME_reward
-                 level/NAME      a figure, logged likewise, in files NAME
-                 log/METRIC      the mean is logged under this name, in training only
-                 record/COLUMN   is written to files under this name
-                 group/NAME      what `Reward.score` compares the completions of a group by
+             A column's kind says what becomes of it (columns.py)
 
 Every rank has all completions of a step. Those that it computes are its shard; all ranks get about equally
 many tokens, and each finds all shards by itself:
@@ -25,11 +18,10 @@ ranks, so a rank without a part of a chunk computes another's completion as a du
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -40,16 +32,13 @@ from rlt_lightning.numerics.divergence import Divergence
 from rlt_lightning.numerics.packing import ScoredSequence, to_padded
 from rlt_lightning.numerics.rewards import FiniteChecks, NonFiniteError, choose_remedy
 from rlt_lightning.numerics.transfers import download, upload
+from rlt_lightning.rollouts.columns import REWARD, Column, Table
 from rlt_lightning.rollouts.dynamic_sampling import RefillCounts
 from rlt_lightning.rollouts.request import RolloutRequest
 from rlt_lightning.types import InputError, Rollout, Rollouts, SFTExample
 
 # The models that are no frozen ones by name: the weights that train, and the initial ones.
 POLICY, REFERENCE = "policy", "reference"
-# The kinds of a table's columns, beside the reward; `text` is what a `TextReward` found in each text.
-Kind = Literal["term", "level", "log", "record", "group", "text"]
-KINDS = tuple(kind for kind in get_args(Kind) if kind != "text")
-COLUMN_NAME = re.compile(rf"reward|({'|'.join(KINDS)})/.+")
 
 
 @dataclass(frozen=True)
@@ -192,7 +181,7 @@ class StepBatch:
         measured: The rows whose tokens and texts this rank has measured: it records them.
         tokens: By name a value per scored token, (T,), by row; of measured rows.
         texts: By name what a reward found in a text, by row; of measured rows.
-        table: By name one number per row, (N,); once it is shared alike on every rank. See above.
+        table: By column one number per row, (N,); once it is shared alike on every rank.
         known: The first row that has the values which several share, by `ScoringPass.once`.
         scored: Whether the table has the rewards of whole groups.
         counts: The cost of dynamic sampling.
@@ -215,7 +204,7 @@ class StepBatch:
     measured: list[int] = field(default_factory=list)
     tokens: dict[str, dict[int, Tensor]] = field(default_factory=dict)
     texts: dict[str, dict[int, Any]] = field(default_factory=dict)
-    table: dict[str, Tensor] = field(default_factory=dict)
+    table: Table = field(default_factory=dict)
     known: dict[Hashable, int] = field(default_factory=dict)
     scored: bool = False
     counts: RefillCounts = field(default_factory=lambda: RefillCounts(0))
@@ -356,17 +345,17 @@ class StepBatch:
             )
         return self.tokens[name][row]
 
-    def put_numbers(self, rows: Sequence[int], values: Mapping[str, Tensor]) -> None:
-        """Write numbers of rows that this rank has measured; none of a dummy, but names and types.
+    def put_numbers(self, rows: Sequence[int], values: Mapping[Column, Tensor]) -> None:
+        """Write numbers of rows that this rank has measured; none of a dummy, but columns and types.
 
         Later mini-batches are divided otherwise: a row is recorded by the rank that read it for its score.
         """
         rows_on = cache(lambda device: upload(list(rows), device))  # once for all columns
-        for name, column in values.items():
-            if name not in self.table:
-                self.table[name] = column.new_zeros(len(self))
+        for column, numbers in values.items():
+            if column not in self.table:
+                self.table[column] = numbers.new_zeros(len(self))
             if rows:
-                self.table[name] = self.table[name].index_copy(0, rows_on(column.device), column)
+                self.table[column] = self.table[column].index_copy(0, rows_on(numbers.device), numbers)
         if not self.scored:
             self.measured = sorted({*self.measured, *rows})
 
@@ -379,17 +368,17 @@ class StepBatch:
         Args:
             sum_over_ranks: Returns the sum of a tensor over ranks, (columns, N), float64.
         """
-        names = sorted(self.table)
-        if not names:
+        columns = sorted(self.table, key=repr)
+        if not columns:
             return
-        table = sum_over_ranks(torch.stack([self.table[name].double() for name in names]))
+        table = sum_over_ranks(torch.stack([self.table[column].double() for column in columns]))
         firsts: dict[tuple[int, ...], int] = {}
         rows = [
             firsts.setdefault((row // self.group_size, *self.token_ids(row)), row) for row in range(len(self))
         ]
         table = table[:, upload(rows, table.device)]
-        for name, column in zip(names, table, strict=True):
-            self.table[name] = column.to(self.table[name].dtype)
+        for column, numbers in zip(columns, table, strict=True):
+            self.table[column] = numbers.to(self.table[column].dtype)
 
     def put_tokens(self, name: str, rows: Sequence[int], values: Sequence[Tensor]) -> None:
         """Keep a reward's values of each sampled token of these rows, (T,) each.
@@ -432,29 +421,26 @@ class StepBatch:
     def rewards(self) -> Tensor:
         """Return the rewards, (N,)."""
         assert self.scored, "the step has not been scored"
-        return self.table["reward"]
+        return self.table[REWARD]
 
-    def set_scores(self, table: dict[str, Tensor]) -> None:
+    def set_scores(self, table: Table) -> None:
         """Keep the table with the rewards of whole groups.
 
         Raises:
-            InputError: If a column has none of the names above, or reward is missing.
+            InputError: If a key is no column, or the reward is missing.
         """
-        if "reward" not in table:
+        if REWARD not in table or not all(isinstance(column, Column) for column in table):
             raise InputError(
-                "A reward's table must have the column reward. Let its `measure` or `score` return one."
-            )
-        if unknown := [name for name in table if not COLUMN_NAME.fullmatch(name)]:
-            raise InputError(
-                f"A reward's table has the columns reward and {', '.join(f'{kind}/NAME' for kind in KINDS)}, "
-                f"but one has {', '.join(unknown)}. Correct the names that its `measure` or `score` returns."
+                "A reward's table must have REWARD and, if any, further columns such as Term(name), all of "
+                f"rlt_lightning.rollouts.columns, but has {', '.join(map(repr, table))}. Correct what its "
+                "`measure` or `score` returns."
             )
         self.table, self.scored = table, True
 
-    def choose(self, rows: Sequence[int]) -> dict[str, Tensor]:
+    def choose(self, rows: Sequence[int]) -> Table:
         """Return the table of some rows, in this order."""
         rows_on = cache(lambda device: upload(list(rows), device))  # once for all columns
-        return {name: values[rows_on(values.device)] for name, values in self.table.items()}
+        return {column: values[rows_on(values.device)] for column, values in self.table.items()}
 
     # The update
 
@@ -498,21 +484,10 @@ class StepBatch:
                 new = {target[row]: value for row, value in theirs.get(name, {}).items()}
                 mine[name] = kept | new
         self.measured = sorted({*self.measured} - replaced | {target[row] for row in others.measured})
-        for name, values in self.table.items():
-            self.table[name] = values.index_copy(0, upload(target, values.device), others.table[name])
+        for column, values in self.table.items():
+            self.table[column] = values.index_copy(0, upload(target, values.device), others.table[column])
         self.counts.rounds += 1
         self.counts.dropped_groups += len(slots)
-
-
-def name_column(kind: Kind, name: str) -> str:
-    """Return the name of a table's column."""
-    return f"{kind}/{name}"
-
-
-def columns_of(table: Mapping[str, Tensor], kind: Kind) -> dict[str, Tensor]:
-    """Return the columns of a kind, by the rest of the name."""
-    prefix = name_column(kind, "")
-    return {name.removeprefix(prefix): v for name, v in table.items() if name.startswith(prefix)}
 
 
 def pad_rows(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,8 @@ from rlt_lightning.modules.credits import RatioCredit, RewardCredit
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.numerics import DAPOLoss, GroupCenteredAdvantages
 from rlt_lightning.rewards import TextReward
-from rlt_lightning.rollouts.step import StepBatch, columns_of
+from rlt_lightning.rollouts.columns import REWARD, Term, columns_of
+from rlt_lightning.rollouts.step import StepBatch
 
 
 @pytest.fixture(autouse=True)
@@ -82,10 +83,10 @@ def test_a_term_of_the_reward_is_made_of_tokens(tiny_model: str, tmp_path: Path)
         with torch.no_grad():
             log_probs = slow_log_probs(model, before, problem.solution_ids, 0.7)
         expected = -0.5 * float((log_probs < -9.0).float().mean())
-        assert float(step.table["term/hurdles"][number]) == pytest.approx(expected, abs=1e-5)
-        total = sum(values[number] for values in columns_of(step.table, "term").values())
+        assert float(step.table[Term("hurdles")][number]) == pytest.approx(expected, abs=1e-5)
+        total = sum(values[number] for values in columns_of(step.table, Term).values())
         assert float(step.rewards[number]) == pytest.approx(float(total), abs=1e-4)
-    assert batch.step.table["term/hurdles"].std() > 0
+    assert batch.step.table[Term("hurdles")].std() > 0
     assert float(metrics["reward/hurdles"]) < 0
 
 
@@ -95,7 +96,7 @@ class EvenSum(TextReward):
     judges = ("answers",)
 
     def __call__(self, rollouts: list[Any], tags: Any) -> dict[str, Any]:
-        return {"reward": torch.tensor([float(sum(row.completion.token_ids) % 2 == 0) for row in rollouts])}
+        return {REWARD: torch.tensor([float(sum(row.completion.token_ids) % 2 == 0) for row in rollouts])}
 
 
 @pytest.mark.parametrize("plus", [0.0, 1.0], ids=["JOLT", "JOLT+"])

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rlt_lightning.rewards import RLTReward
+from rlt_lightning.rollouts.columns import REWARD, Table, Term
 from rlt_lightning.rollouts.step import StepBatch
 
 
@@ -20,7 +21,7 @@ class Parity(RLTReward):
     def extra_terms(self, step: StepBatch, rows: Sequence[int]) -> dict[str, Tensor]:
         return {"odd": torch.tensor([float(r.problem.row % 2) for r in step.rollouts(rows)])}
 
-    def __call__(self, *arguments: Any, **options: Any) -> dict[str, Tensor]:
+    def __call__(self, *arguments: Any, **options: Any) -> Table:
         *own, extra, empty = arguments
         table = super().__call__(*own, None, empty, **options)
-        return table | {"term/odd": extra["odd"], "reward": table["reward"] * extra["odd"]}
+        return table | {Term("odd"): extra["odd"], REWARD: table[REWARD] * extra["odd"]}

@@ -30,6 +30,7 @@ from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.numerics.losses import GRPOLoss
 from rlt_lightning.rewards import CorrectnessReward, Reward, RLTReward
+from rlt_lightning.rollouts.columns import REWARD, Level, Term
 from rlt_lightning.rollouts.request import RolloutRequest
 from rlt_lightning.rollouts.step import Shards, StepBatch
 from rlt_lightning.types import Completion, InputError, Problem
@@ -51,8 +52,8 @@ def build_step(rows: Sequence[int], rewards: Sequence[float], shard: Sequence[in
     values = torch.tensor(rewards, dtype=torch.float32)
     step.tokens["kl"] = {row: -values[row : row + 1] for row in shard}
     step.texts["answers"] = {row: str(rewards[row]) for row in shard}
-    step.put_numbers(shard, {"reward": values[[*shard]]})
-    step.set_scores({"reward": values, "term/a": values + 1})
+    step.put_numbers(shard, {REWARD: values[[*shard]]})
+    step.set_scores({REWARD: values, Term("a"): values + 1})
     return step
 
 
@@ -61,7 +62,7 @@ def test_every_part_of_a_step_is_replaced() -> None:
     step = build_step((3, 5, 7), (0, 1, 2, 3, 4, 5), shard=(0, 2, 4))
     step.replace(build_step((9, 11), (6, 7, 8, 9), shard=(1, 2)), [2, 0])
     assert step.rewards.tolist() == [8, 9, 2, 3, 6, 7]
-    assert step.table["term/a"].tolist() == [9, 10, 3, 4, 7, 8]
+    assert step.table[Term("a")].tolist() == [9, 10, 3, 4, 7, 8]
     assert [step.row_number(row) for row in range(6)] == [11, 11, 5, 5, 9, 9]
     assert [step.token_ids(row) for row in range(6)] == [[8], [9], [2], [3], [6], [7]]
     # What this rank has read moves with its row.
@@ -75,16 +76,16 @@ def test_every_part_of_a_step_is_replaced() -> None:
 def test_a_row_is_recorded_by_the_rank_that_read_it_for_its_score() -> None:
     # Of two mini-batches each is divided anew: this rank also updates with row 1, whose tokens it lacks.
     step = build_step((3, 5), (0, 1, 2, 3), shard=(0, 2))
-    step.put_numbers([1], {"loss": torch.zeros(1)})
+    step.put_numbers([1], {Level("loss"): torch.zeros(1)})
     assert step.measured == [0, 2]
 
 
 def test_equal_completions_get_the_same_numbers() -> None:
     step = build_step((3, 5), (1, 1, 1, 2), shard=range(4))
-    step.table = {"reward": torch.tensor([0.5, 0.4, 0.3, 0.2])}
+    step.table = {REWARD: torch.tensor([0.5, 0.4, 0.3, 0.2])}
     step.share(lambda table: table)
     # Of another problem it is another completion.
-    assert step.table["reward"].tolist() == pytest.approx([0.5, 0.5, 0.3, 0.2])
+    assert step.table[REWARD].tolist() == pytest.approx([0.5, 0.5, 0.3, 0.2])
 
 
 def test_at_least_one_round_is_allowed() -> None:
@@ -239,7 +240,7 @@ def test_the_next_problems_of_the_order_take_the_places(rounds: int, tiny_model:
         assert [r.problem.row for r in batch.rollouts.rollouts[::GROUP_SIZE]] == [
             p.row for p in batch.problems
         ]
-        assert batch.step.table["term/odd"].tolist() == [r.problem.row % 2 for r in batch.rollouts.rollouts]
+        assert batch.step.table[Term("odd")].tolist() == [r.problem.row % 2 for r in batch.rollouts.rollouts]
         thoughts = [rollout.require_view().compared for rollout in batch.rollouts.rollouts]
         assert [len(batch.step.tokens["kl"][i]) for i in range(len(thoughts))] == [*map(len, thoughts)]
 

@@ -17,6 +17,7 @@ from trainers import bare_trainer
 from rlt_lightning.rewards import Reward
 from rlt_lightning.rewards.explanations import build_solution_pass
 from rlt_lightning.rewards.student import Student
+from rlt_lightning.rollouts.columns import REWARD, Term
 from rlt_lightning.rollouts.step import POLICY, ScoringPass, StepBatch
 from rlt_lightning.strategies import FSDP2
 from rlt_lightning.types import InputError, Rollout
@@ -41,7 +42,7 @@ class OfOneRank(Reward):
         columns = [step.tokens.get(name, {}) for name in ("solution", "mine")]
         values = [sum(float(column[row].mean()) for column in columns if row in column) for row in rows]
         read = torch.tensor(values, dtype=torch.float32)
-        return {"reward": read, "term/read": read}
+        return {REWARD: read, Term("read"): read}
 
 
 def fit_and_validate(rank: int, model: str, folder: str) -> None:

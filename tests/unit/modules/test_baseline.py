@@ -20,6 +20,7 @@ from rlt_lightning.modules.phases import PhaseStats
 from rlt_lightning.rewards import RLTReward, explanations
 from rlt_lightning.rewards.explanations import build_empty_view
 from rlt_lightning.rewards.student import Student
+from rlt_lightning.rollouts.columns import REWARD, Level, Record
 from rlt_lightning.rollouts.step import StepBatch
 from rlt_lightning.types import ModelView, Problem
 
@@ -49,16 +50,16 @@ def test_r_ss_of_the_empty_explanation_is_subtracted_as_it_would_enter() -> None
     mask, no_kl = torch.tensor([[True, True, False]]), torch.zeros(1, 0)
     columns = after, mask, no_kl, no_kl.bool(), torch.tensor([True]), None, before
     terms = RLTReward(solution_weight=5, baseline="empty")(*columns)
-    torch.testing.assert_close(terms["level/baseline"], torch.tensor([-4.06 * log(2)]))
-    torch.testing.assert_close(terms["reward"], torch.tensor([5 * 2.03 * log(2)]))
+    torch.testing.assert_close(terms[Level("baseline")], torch.tensor([-4.06 * log(2)]))
+    torch.testing.assert_close(terms[REWARD], torch.tensor([5 * 2.03 * log(2)]))
     # The level stays visible: -2.03 ln 2.
-    level = terms["record/solution_log_prob_mean"] + 0.01 * terms["record/solution_log_prob_min"]
+    level = terms[Record("solution_log_prob_mean")] + 0.01 * terms[Record("solution_log_prob_min")]
     torch.testing.assert_close(level, torch.tensor([-2.03 * log(2)]))
     # Clipped at -5 ln 2 the empty one's tokens are p = 1/4 and 1/32: as probabilities 9/64 + 0.01/32.
     processed = RLTReward(normalise_log_probs="exp", clip_log_probs=-5 * log(2), baseline="empty")(*columns)
-    torch.testing.assert_close(processed["level/baseline"], torch.tensor([9 / 64 + 0.01 / 32]))
-    torch.testing.assert_close(processed["reward"], torch.tensor([5 / 16 + 0.01 / 8 - 9 / 64 - 0.01 / 32]))
-    assert set(terms) - set(RLTReward()(*columns)) == {"level/baseline"}
+    torch.testing.assert_close(processed[Level("baseline")], torch.tensor([9 / 64 + 0.01 / 32]))
+    torch.testing.assert_close(processed[REWARD], torch.tensor([5 / 16 + 0.01 / 8 - 9 / 64 - 0.01 / 32]))
+    assert set(terms) - set(RLTReward()(*columns)) == {Level("baseline")}
 
 
 @pytest.mark.parametrize("student", [full("miniature"), "other"])
@@ -81,7 +82,7 @@ def test_an_empty_explanation_is_read_once_for_each_problem_of_a_step(
     assert batch.rollouts is not None
     rows = batch.rollouts.rollouts
     assert read == [rows[0].problem.row, rows[4].problem.row]
-    levels = batch.step.table["level/baseline"]
+    levels = batch.step.table[Level("baseline")]
     slow = [
         slow_baseline(next(iter(rlt.models.values())).model, build_empty_view(row.problem, data.format))
         for row in rows
@@ -97,7 +98,7 @@ def test_an_empty_explanation_is_read_once_for_each_problem_of_a_step(
     assert counts == [2, 2, 2]
     with torch.no_grad():
         chunks = rlt.reward.measure(step, range(len(rows)), rlt.student)
-    torch.testing.assert_close(chunks["level/baseline"], levels, atol=1e-5, rtol=0)
+    torch.testing.assert_close(chunks[Level("baseline")], levels, atol=1e-5, rtol=0)
 
 
 @pytest.mark.full

@@ -28,7 +28,8 @@ from rlt_lightning.numerics import DrGRPOLoss, GRPOLoss, LeaveOneOutAdvantages
 from rlt_lightning.rewards import LogProbReward, NOVERReward, RLPRReward, SolutionScores, VeriFreeReward
 from rlt_lightning.rewards.explanations import build_solution_pass
 from rlt_lightning.rewards.student import Student
-from rlt_lightning.rollouts.step import StepBatch, columns_of
+from rlt_lightning.rollouts.columns import REWARD, Record, Term, columns_of
+from rlt_lightning.rollouts.step import StepBatch
 from rlt_lightning.tags import TagStyle
 from rlt_lightning.types import Completion, InputError, Problem, Rollout, Rollouts
 
@@ -182,7 +183,7 @@ def test_one_step_equals_the_slow_obvious_version(reward: Any, policy_loss: Any,
     # The tokens of an empty thought are a line end, and then its closing tag.
     newline = encode(policy_tokenizer(tmp_path), "\n")
     scores = solution_scores(policy, rows, [newline] * len(rows) if reward.baseline == "empty" else None)
-    rewards = reward(scores)["reward"].detach()
+    rewards = reward(scores)[REWARD].detach()
     torch.testing.assert_close(batch.step.rewards, rewards, atol=1e-5, rtol=0)
 
     advantages = LeaveOneOutAdvantages()(rewards, 4)
@@ -217,7 +218,7 @@ def test_two_groups_of_one_row_are_compared_apart(tmp_path: Path) -> None:
         step = StepBatch.of_rollouts(Rollouts(rows[first : first + number], group_size, 0, 1.0))
         step.tokens["solution"] = {i: torch.tensor([-1.0 - first - i]) for i in range(number)}
         step.put_numbers(range(number), reward.measure(step, range(number), student))
-        return reward.score(step.table, group_size)["reward"]
+        return reward.score(step.table, group_size)[REWARD]
 
     torch.testing.assert_close(score(0, 4, 2), torch.cat([score(0, 2, 2), score(2, 2, 2)]))
     assert not torch.equal(score(0, 4, 2), score(0, 4, 4))
@@ -244,8 +245,8 @@ def test_each_scorer_reads_with_its_own_weights(tmp_path: Path) -> None:
         assert likelihood.answer_weight == 0
         rows = batch.rollouts.rollouts
         with torch.no_grad():
-            slow = LogProbReward()(solution_scores(frozen.model, rows))["reward"]
-            of_policy = LogProbReward()(solution_scores(likelihood.policy, rows))["reward"]
+            slow = LogProbReward()(solution_scores(frozen.model, rows))[REWARD]
+            of_policy = LogProbReward()(solution_scores(likelihood.policy, rows))[REWARD]
         torch.testing.assert_close(batch.step.rewards, slow, atol=1e-5, rtol=0)
         assert float((slow - of_policy).abs().max()) > 0.01
 
@@ -272,9 +273,9 @@ def test_a_thought_that_is_unnatural_to_the_scorer_costs(estimator: Any, tmp_pat
             own, other = (one.gather(1, ids)[:, 0] for one in (log_p, log_q))
             values = own - other if estimator == "k1" else (other - own).expm1() - (other - own)
         expected.append(-2.0 * values.mean())
-    torch.testing.assert_close(step.table["term/kl"], torch.stack(expected).detach(), atol=1e-4, rtol=1e-4)
-    assert columns_of(step.table, "term").keys() == {"solution", "format", "kl"}
-    torch.testing.assert_close(step.rewards, sum(columns_of(step.table, "term").values()))
+    torch.testing.assert_close(step.table[Term("kl")], torch.stack(expected).detach(), atol=1e-4, rtol=1e-4)
+    assert columns_of(step.table, Term).keys() == {"solution", "format", "kl"}
+    torch.testing.assert_close(step.rewards, sum(columns_of(step.table, Term).values()))
     assert "kl_reward" in likelihood.reward.columns()
 
 
@@ -297,8 +298,8 @@ def test_the_policy_reads_thoughts_at_another_temperature(tmp_path: Path) -> Non
     # The engine's log-probs are at another temperature, so the policy scores its thoughts, and then trains.
     assert passes == [False, True]
     step = witness.batches[0].step
-    torch.testing.assert_close(step.table["term/kl"], torch.zeros(8), atol=1e-5, rtol=0)  # from itself
-    torch.testing.assert_close(step.rewards, sum(columns_of(step.table, "term").values()))
+    torch.testing.assert_close(step.table[Term("kl")], torch.zeros(8), atol=1e-5, rtol=0)  # from itself
+    torch.testing.assert_close(step.rewards, sum(columns_of(step.table, Term).values()))
 
 
 # Bad input
@@ -373,7 +374,7 @@ def test_a_new_adapter_scores_as_the_model_does(scorer: str, tmp_path: Path) -> 
     plain, adapted = Watch(), Watch()
     fit(tmp_path / "plain", module(student=scorer), plain)
     fit(tmp_path / "lora", module(student=scorer, lora=LoRA(rank=2)), adapted)
-    ours, theirs = (columns_of(one.batches[0].step.table, "record") for one in (adapted, plain))
+    ours, theirs = (columns_of(one.batches[0].step.table, Record) for one in (adapted, plain))
     for name, values in theirs.items():
         torch.testing.assert_close(ours[name], values, atol=1e-5, rtol=0)
     assert adapted.trained

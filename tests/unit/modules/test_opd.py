@@ -19,6 +19,7 @@ from rlt_lightning.datamodules.views import View
 from rlt_lightning.models.lora import LoRA
 from rlt_lightning.modules import OPDModule
 from rlt_lightning.numerics.divergence import Divergence
+from rlt_lightning.rollouts.columns import Record
 from rlt_lightning.types import InputError, Rollout
 
 
@@ -109,7 +110,7 @@ def test_one_step_equals_full_logits(
     assert sum(len(own) > 0 for own in values) >= 6
     means = torch.stack([-own.mean() if len(own) else torch.zeros(()) for own in values])
     torch.testing.assert_close(batch.step.rewards, means.detach().float(), atol=2e-6, rtol=0)
-    assert [len(own) for own in values] == [int(n) for n in batch.step.table["record/judged_tokens"]]
+    assert [len(own) for own in values] == [int(n) for n in batch.step.table[Record("judged_tokens")]]
 
     loss = torch.cat(values).mean()
     torch.testing.assert_close(witness.metrics[0]["policy/loss"], loss.detach().float(), atol=1e-6, rtol=0)

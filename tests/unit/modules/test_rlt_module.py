@@ -30,6 +30,7 @@ from rlt_lightning.numerics.losses import GRPOLoss
 from rlt_lightning.numerics.rewards import NonFiniteError
 from rlt_lightning.rewards import RLTReward
 from rlt_lightning.rewards.student import Student
+from rlt_lightning.rollouts.columns import Term
 from rlt_lightning.rollouts.step import ScoringPass, StepBatch
 from rlt_lightning.strategies.sharding import Unsharded
 from rlt_lightning.types import Completion, InputError, Rollout, Rollouts
@@ -209,8 +210,8 @@ def test_explanations_without_a_token_have_no_kl(estimator: Any, scored: Scored)
     ]
     scores = rlt.score(replace(rollouts, rollouts=empty))
     assert {len(values) for values in scores.tokens["kl"].values()} == {0}
-    assert scores.table["term/kl"].abs().max() == 0
-    assert scores.table["term/format"].tolist() == [-1.0] * len(empty)
+    assert scores.table[Term("kl")].abs().max() == 0
+    assert scores.table[Term("format")].tolist() == [-1.0] * len(empty)
 
 
 @pytest.mark.parametrize("case", ["no log-probs", "another temperature", "exact KL"])
@@ -382,14 +383,14 @@ class GhostReward(RLTReward):
 
 class NoReward(RLTReward):
     def measure(self, step: StepBatch, rows: Sequence[int], student: Student) -> dict[str, Tensor]:
-        return {"term/kl": super().measure(step, rows, student)["term/kl"]}
+        return {Term("kl"): super().measure(step, rows, student)[Term("kl")]}
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"reward": GhostReward()}, "names the model 'ghost', but this run has policy"),
-        ({"reward": NoReward()}, "must have the column reward"),
+        ({"reward": NoReward()}, "must have REWARD"),
         ({"credit": RewardCredit() + TokenCredit("stepz")}, "token column 'stepz', but there are"),
     ],
 )

@@ -20,6 +20,7 @@ from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.rollout_rows import rollout_rows
 from rlt_lightning.modules.step_metrics import reward_metrics
 from rlt_lightning.rewards import CorrectnessReward
+from rlt_lightning.rollouts.columns import REWARD, Level, Log, Term
 from rlt_lightning.rollouts.request import RolloutRequest
 from rlt_lightning.rollouts.step import Shards, StepBatch
 from rlt_lightning.tags import R1, TagStyle
@@ -92,8 +93,8 @@ def test_an_answer_earns_what_the_paper_says(
     text: str, columns: dict[str, Any], expected: tuple[float, int, int], judging: CorrectnessReward
 ) -> None:
     terms = judging([answer(text, **columns)], R1)
-    assert (*(terms[name].item() for name in ("reward", "level/correct", "level/formatted")),) == expected
-    assert terms["level/timed_out"].item() == 0
+    assert (*(terms[name].item() for name in (REWARD, Level("correct"), Level("formatted"))),) == expected
+    assert terms[Level("timed_out")].item() == 0
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +151,7 @@ def test_rows_need_an_answer_and_no_solution(tiny_model: str, tmp_path: Path) ->
         Rollout(problem, Completion([1], None, "eos"), in_tags(text), True)
         for problem, text in zip(made.problems, answers, strict=True)
     ]
-    assert terms(right, R1)["reward"].tolist() == [1.0] * 5
+    assert terms(right, R1)[REWARD].tolist() == [1.0] * 5
     terms.close()
 
 
@@ -206,29 +207,25 @@ def test_two_processes_judge_their_own(tiny_model: str, tmp_path: Path) -> None:
         assert metrics(two)[1][name] == pytest.approx(metrics(one)[1][name]), name
 
 
-def scored(**columns: torch.Tensor) -> StepBatch:
+def scored(*columns: Any) -> StepBatch:
     """A step of two completions with these columns."""
     step = StepBatch.of_rollouts(Rollouts([answer("a"), answer("b")], 2, 0, 1.0))
-    step.set_scores(
-        {"reward": torch.zeros(2)} | {name.replace("_", "/", 1): v for name, v in columns.items()}
-    )
+    step.set_scores(dict.fromkeys([REWARD, *columns], torch.zeros(2)))
     return step
 
 
-def test_a_misspelt_column_is_refused() -> None:
-    with pytest.raises(
-        InputError, match=r"has the columns reward and term/NAME, .* but one has terms/brevity"
-    ):
-        scored(terms_brevity=torch.zeros(2))
+def test_what_is_no_column_is_refused() -> None:
+    with pytest.raises(InputError, match=r"such as Term\(name\), .* but has .*, 'term/brevity'\. Correct"):
+        scored("term/brevity")
 
 
 def test_a_column_may_not_take_the_name_of_another() -> None:
-    assert [row["brevity_reward"] for row in rollout_rows(scored(term_brevity=torch.ones(2)), [0])] == [1]
+    assert [row["brevity_reward"] for row in rollout_rows(scored(Term("brevity")), [0])] == [0]
     with pytest.raises(TypeError, match="multiple values for keyword argument 'seed'"):
-        list(rollout_rows(scored(level_seed=torch.zeros(2)), [0]))
-    for name in ("term_std", "level_mean", "term_group_std"):
+        list(rollout_rows(scored(Level("seed")), [0]))
+    for column in (Term("std"), Level("mean"), Term("group_std"), Log("reward/mean")):
         with pytest.raises(TypeError, match="multiple values for keyword argument"):
-            reward_metrics(scored(**{name: torch.zeros(2)}))
+            reward_metrics(scored(column))
 
 
 def test_ranks_share_the_tokens_of_a_reward() -> None:

@@ -26,6 +26,7 @@ from rlt_lightning.rewards import (
     VeriFreeReward,
 )
 from rlt_lightning.rewards.student import Student
+from rlt_lightning.rollouts.columns import REWARD, Level, Log, Term
 from rlt_lightning.types import InputError
 
 
@@ -50,10 +51,10 @@ def equals(found: Tensor, expected: list[float]) -> None:
 def test_log_prob_is_the_sum_or_the_mean() -> None:
     # ln(1/2 * 1/8) = -4 ln 2, a mean of -2 ln 2; the second is not closed: ln(1/4) - 1.
     given = scores([1 / 2, 1 / 8], [1 / 4, 5], closed=[True, False])
-    equals(LogProbReward()(given)["reward"], [-4 * log(2), -2 * log(2) - 1])
+    equals(LogProbReward()(given)[REWARD], [-4 * log(2), -2 * log(2) - 1])
     mean = LogProbReward(reduction="mean", format_penalty=0)(given)
-    equals(mean["reward"], [-2 * log(2), -2 * log(2)])
-    equals(mean["log/student/solution_log_prob_min"], [-3 * log(2), -2 * log(2)])
+    equals(mean[REWARD], [-2 * log(2), -2 * log(2)])
+    equals(mean[Log("student/solution_log_prob_min")], [-3 * log(2), -2 * log(2)])
 
 
 def test_rlpr_is_the_gain_in_mean_probability() -> None:
@@ -61,13 +62,13 @@ def test_rlpr_is_the_gain_in_mean_probability() -> None:
     empty = torch.full((3, 2), 1 / 8, dtype=torch.float64).log()
     given = scores([1 / 2, 1 / 4], [1 / 16, 1 / 16], [1 / 2, 1 / 2], closed=[True, True, False])
     terms = RLPRReward()(replace(given, empty_log_probs=empty))
-    equals(terms["reward"], [0.9 / 4 + 0.1, 0.1, 0.0])
-    equals(terms["level/baseline"], [1 / 8] * 3)
+    equals(terms[REWARD], [0.9 / 4 + 0.1, 0.1, 0.0])
+    equals(terms[Level("baseline")], [1 / 8] * 3)
 
 
 def test_verifree_is_the_probability_of_the_whole_solution() -> None:
     given = scores([1 / 2, 1 / 8], [1 / 4, 5], [1 / 2, 1 / 2], closed=[True, True, False])
-    equals(VeriFreeReward()(given)["reward"], [1 / 16, 1 / 4, 0.0])
+    equals(VeriFreeReward()(given)[REWARD], [1 / 16, 1 / 4, 0.0])
 
 
 def test_nover_is_rank_and_efficiency_within_the_group() -> None:
@@ -77,20 +78,20 @@ def test_nover_is_rank_and_efficiency_within_the_group() -> None:
     nats = NOVERReward().nats(given)
     equals(nats[:3].exp(), [2.0, 4.0, 3.0])
     terms = NOVERReward()(given)
-    equals(terms["term/solution"], [1.0, 1 / 3, 2 / 3, 0.0, 1.0])
-    equals(terms["reward"], [2.0, 4 / 3, 5 / 3, 0.0, 2.0])
+    equals(terms[Term("solution")], [1.0, 1 / 3, 2 / 3, 0.0, 1.0])
+    equals(terms[REWARD], [2.0, 4 / 3, 5 / 3, 0.0, 2.0])
     # Of 1, 100 and 10 tokens N is 1, 3 and 2. p = 1/8: PPL 8, 2, 2.83. The last is shorter, but not better.
     given = replace(scores([1 / 8], [1 / 8], [1 / 8]), lengths=torch.tensor([1, 100, 10]))
     equals(NOVERReward().nats(given), [log(8), log(8) / 3, log(8) / 2])
-    equals(NOVERReward()(given)["term/efficiency"], [0.0, 0.0, 0.0])
+    equals(NOVERReward()(given)[Term("efficiency")], [0.0, 0.0, 0.0])
     # The first is the shortest and the best: it beats both others, and the second one of two.
     given = replace(scores([1 / 2], [1 / 64], [1 / 4096]), lengths=torch.tensor([1, 2, 3]))
-    equals(NOVERReward(efficiency_weight=4)(given)["term/efficiency"], [4.0, 2.0, 0.0])
+    equals(NOVERReward(efficiency_weight=4)(given)[Term("efficiency")], [4.0, 2.0, 0.0])
 
 
 def test_equal_perplexities_are_ranked_in_order() -> None:
     given = scores([1 / 4], [1 / 2], [1 / 4], [1 / 4])
-    equals(NOVERReward()(given)["term/solution"], [3 / 4, 1.0, 2 / 4, 1 / 4])
+    equals(NOVERReward()(given)[Term("solution")], [3 / 4, 1.0, 2 / 4, 1 / 4])
 
 
 @pytest.mark.parametrize(
@@ -109,9 +110,9 @@ def test_reductions_are_those_of_the_released_code(reduction: Any, expected: flo
     # RLT's r_SS with it, and r_KL of the same values.
     rlt = RLTReward(reduction=reduction, kl_reduction=reduction, min_coef=0, max_coef=0, kl_weight=2)
     terms = rlt(values, mask, values, mask, torch.tensor([True]))
-    equals(terms["term/solution"], [expected])
+    equals(terms[Term("solution")], [expected])
     # An empty row gets one 0 in r_KL; a row with tokens is as it is.
-    equals(terms["term/kl"], [-2 * expected])
+    equals(terms[Term("kl")], [-2 * expected])
 
 
 def scores_of(values: Tensor, mask: Tensor) -> SolutionScores:
@@ -240,7 +241,7 @@ def test_rlpr_equals_the_released_code() -> None:
     # The code rounds B to bfloat16, by up to 0.2 %, and only B.
     rounded = after.bfloat16().float().masked_fill(~golden_scores().closed, 0.0)
     is_near(rounded, GOLDEN["rlpr"]["after"])
-    exact = rlpr(golden_scores())["reward"]
+    exact = rlpr(golden_scores())[REWARD]
     torch.testing.assert_close(exact, torch.tensor(GOLDEN["rlpr"]["reward"]), atol=0.9 * 2**-9, rtol=0)
     assert exact.std() > 0.01
 
@@ -248,7 +249,7 @@ def test_rlpr_equals_the_released_code() -> None:
 def test_verifree_equals_the_released_code_with_its_gradient() -> None:
     golden = GOLDEN["verifree"]
     given = golden_scores(log_probs=golden["scale_of_log_probs"] * golden_scores().log_probs)
-    is_near(VeriFreeReward()(given)["reward"], golden["reward"])
+    is_near(VeriFreeReward()(given)[REWARD], golden["reward"])
     log_probs = given.log_probs.clone().requires_grad_()
     rewards = VeriFreeReward().score_solution(replace(given, log_probs=log_probs))
     # The code's answer loss is -r(z) log p(y | z), r without gradient, of one thought at a time.
@@ -267,8 +268,8 @@ def test_verifree_equals_the_released_code_with_its_gradient() -> None:
 
 def test_nover_equals_the_released_code() -> None:
     terms = NOVERReward()(golden_scores())
-    is_near(terms["term/solution"], GOLDEN["nover"]["rank"])
-    is_near(terms["term/efficiency"], GOLDEN["nover"]["efficiency"])
-    is_near(terms["term/format"], GOLDEN["nover"]["format"])
+    is_near(terms[Term("solution")], GOLDEN["nover"]["rank"])
+    is_near(terms[Term("efficiency")], GOLDEN["nover"]["efficiency"])
+    is_near(terms[Term("format")], GOLDEN["nover"]["format"])
     assert len(set(GOLDEN["nover"]["rank"])) == 6
     assert max(GOLDEN["nover"]["efficiency"]) > 0

@@ -17,6 +17,7 @@ from rlt_lightning.numerics.rewards import (
     student_solution_reward,
 )
 from rlt_lightning.rewards import RLTReward
+from rlt_lightning.rollouts.columns import REWARD, Log, Record, Term
 
 LN2 = math.log(2)
 GOLDEN = GOLDEN_FOLDER / "rlt_reward.jsonl"
@@ -72,16 +73,16 @@ def inputs() -> dict[str, torch.Tensor]:
 def test_default_reward_by_hand():
     # Row 1: -2.03 ln 2 - 3 (-1 + 0.01). Row 2: -2.02 ln 2 - 0 - 1.
     terms = RLTReward()(**inputs())
-    torch.testing.assert_close(terms["term/solution"], torch.tensor([-2.03 * LN2, -2.02 * LN2]))
-    torch.testing.assert_close(terms["term/kl"], torch.tensor([2.97, 0.0]))
-    assert terms["term/format"].tolist() == [0, -1]
-    torch.testing.assert_close(terms["reward"], torch.tensor([-2.03 * LN2 + 2.97, -2.02 * LN2 - 1]))
-    for prefix in ("log/reward/", "log/student/", "record/"):
-        mean, smallest = (terms[f"{prefix}solution_log_prob_{name}"] for name in ("mean", "min"))
+    torch.testing.assert_close(terms[Term("solution")], torch.tensor([-2.03 * LN2, -2.02 * LN2]))
+    torch.testing.assert_close(terms[Term("kl")], torch.tensor([2.97, 0.0]))
+    assert terms[Term("format")].tolist() == [0, -1]
+    torch.testing.assert_close(terms[REWARD], torch.tensor([-2.03 * LN2 + 2.97, -2.02 * LN2 - 1]))
+    for kind, prefix in ((Log, "reward/"), (Log, "student/"), (Record, "")):
+        mean, smallest = (terms[kind(f"{prefix}solution_log_prob_{name}")] for name in ("mean", "min"))
         torch.testing.assert_close(mean, torch.tensor([-2 * LN2, -2 * LN2]))
         torch.testing.assert_close(smallest, torch.tensor([-3 * LN2, -2 * LN2]))
-        assert terms[f"{prefix}kl_mean"].tolist() == [-1, 0]
-        assert terms[f"{prefix}kl_max"].tolist() == [1, 0]
+        assert terms[kind(f"{prefix}kl_mean")].tolist() == [-1, 0]
+        assert terms[kind(f"{prefix}kl_max")].tolist() == [1, 0]
 
 
 def test_normalised_reward_by_hand():
@@ -91,22 +92,23 @@ def test_normalised_reward_by_hand():
         solution_weight=5, kl_weight=2, max_coef=0.1, normalise_log_probs="exp", normalise_kl="one_minus_exp"
     )
     terms = reward(**inputs())
-    torch.testing.assert_close(terms["term/solution"], torch.tensor([5 * (0.3125 + 0.00125), 5.05 / 4]))
+    torch.testing.assert_close(terms[Term("solution")], torch.tensor([5 * (0.3125 + 0.00125), 5.05 / 4]))
     kl_mean, kl_max = 1 - (math.exp(-1) + math.exp(3)) / 2, 1 - math.exp(-1)
-    torch.testing.assert_close(terms["term/kl"], torch.tensor([-2 * (kl_mean + 0.1 * kl_max), 0.0]))
-    torch.testing.assert_close(terms["record/solution_log_prob_min"], torch.tensor([1 / 8, 1 / 4]))
-    torch.testing.assert_close(terms["log/student/solution_log_prob_min"], torch.tensor([-3 * LN2, -2 * LN2]))
-    torch.testing.assert_close(terms["record/kl_mean"], torch.tensor([kl_mean, 0.0]))
-    assert terms["log/student/kl_mean"].tolist() == [-1, 0]
+    torch.testing.assert_close(terms[Term("kl")], torch.tensor([-2 * (kl_mean + 0.1 * kl_max), 0.0]))
+    torch.testing.assert_close(terms[Record("solution_log_prob_min")], torch.tensor([1 / 8, 1 / 4]))
+    raw = terms[Log("student/solution_log_prob_min")]
+    torch.testing.assert_close(raw, torch.tensor([-3 * LN2, -2 * LN2]))
+    torch.testing.assert_close(terms[Record("kl_mean")], torch.tensor([kl_mean, 0.0]))
+    assert terms[Log("student/kl_mean")].tolist() == [-1, 0]
 
 
 def test_clipping_comes_before_normalisation():
     # log p of (-1, -3) ln 2 is bounded by -2 ln 2; KL of (1, -3) by 2 in size.
     terms = RLTReward(clip_log_probs=-2 * LN2, clip_kl=2.0)(**inputs())
-    torch.testing.assert_close(terms["record/solution_log_prob_mean"], torch.tensor([-1.5 * LN2, -2 * LN2]))
-    torch.testing.assert_close(terms["record/kl_mean"], torch.tensor([-0.5, 0.0]))
+    torch.testing.assert_close(terms[Record("solution_log_prob_mean")], torch.tensor([-1.5 * LN2, -2 * LN2]))
+    torch.testing.assert_close(terms[Record("kl_mean")], torch.tensor([-0.5, 0.0]))
     normalised = RLTReward(clip_log_probs=-2 * LN2, normalise_log_probs="exp")(**inputs())
-    torch.testing.assert_close(normalised["record/solution_log_prob_min"], torch.tensor([1 / 4, 1 / 4]))
+    torch.testing.assert_close(normalised[Record("solution_log_prob_min")], torch.tensor([1 / 4, 1 / 4]))
 
 
 def test_reward_equals_the_paper_authors_code():
@@ -118,14 +120,14 @@ def test_reward_equals_the_paper_authors_code():
             format_ok=torch.tensor([paper["match_reward"] == 0]),
         )  # fmt: skip
         for name, expected in {
-            "reward": "reward",
-            "term/solution": "solution_log_prob_reward",
-            "term/kl": "kl_reward",
-            "term/format": "match_reward",
-            "log/reward/solution_log_prob_mean": "log_prob_mean",
-            "log/reward/solution_log_prob_min": "log_prob_min",
-            "log/reward/kl_mean": "kl_mean",
-            "log/reward/kl_max": "kl_max",
+            REWARD: "reward",
+            Term("solution"): "solution_log_prob_reward",
+            Term("kl"): "kl_reward",
+            Term("format"): "match_reward",
+            Log("reward/solution_log_prob_mean"): "log_prob_mean",
+            Log("reward/solution_log_prob_min"): "log_prob_min",
+            Log("reward/kl_mean"): "kl_mean",
+            Log("reward/kl_max"): "kl_max",
         }.items():
             assert terms[name].item() == pytest.approx(paper[expected], abs=1e-5), name
 
