@@ -28,6 +28,7 @@ from rlt_lightning.datamodules.stratos import StratosDataModule, get_stratos_dat
 from rlt_lightning.engines.base import Sampling
 from rlt_lightning.engines.hf import HFEngine
 from rlt_lightning.models.load import Dtype, context_length
+from rlt_lightning.modules.policy import PolicyModule
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.rewards import RLTReward, TextReward
 from rlt_lightning.rewards.student import Student
@@ -299,7 +300,7 @@ def describe_score(score: Score) -> Iterator[str]:
 
 
 def score_problems(
-    module: RLTModule,
+    module: PolicyModule,
     data: StratosDataModule,
     rollouts: RolloutCallback,
     **trainer: Any,

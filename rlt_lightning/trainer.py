@@ -42,7 +42,6 @@ from rlt_lightning.callbacks import (
 )
 from rlt_lightning.checkpoints.io import FolderCheckpointIO
 from rlt_lightning.checkpoints.run_folder import RunFolder, choose_run_folder, open_run_folder
-from rlt_lightning.datamodules import EvaluationDataModule
 from rlt_lightning.modules.checks import require_strategy
 from rlt_lightning.run.metrics_csv import MetricsCSV
 from rlt_lightning.run.ranks import find_global_rank, join_nodes, require_processes
@@ -182,8 +181,6 @@ class Trainer(lightning.pytorch.Trainer):
         path = None if ckpt_path is None else str(ckpt_path)
         if self._opened is None:
             path = self._open(verb, path)
-        if isinstance(data, EvaluationDataModule):
-            data.num_samples = next(p.num_samples for p in self.callbacks if isinstance(p, ResponseCallback))  # type: ignore[attr-defined]
         lends = getattr(data, "output_dir", "") is None
         if lends:
             data.output_dir = self.default_root_dir

@@ -24,12 +24,12 @@ from rlt_lightning.engines.choice import find_gpus
 from rlt_lightning.judging.answers import JUDGE_VERSION
 from rlt_lightning.metrics.answers import OVERALL
 from rlt_lightning.models.load import context_length
-from rlt_lightning.modules.evaluation import EvaluationModule
+from rlt_lightning.modules.evaluation import EvaluationModule, is_evaluation
 from rlt_lightning.rollouts.dispatcher import Dispatcher
 from rlt_lightning.rollouts.sampler import AnswerSampler
 from rlt_lightning.run.console import announce
 from rlt_lightning.run.jsonl import keep_rows, rewrite
-from rlt_lightning.run.ranks import append_from_ranks
+from rlt_lightning.run.ranks import append_from_ranks, ask_callbacks
 from rlt_lightning.types import InputError
 
 RESPONSES = "responses.jsonl"
@@ -66,7 +66,7 @@ class ResponseCallback(Callback):
         self.seed = seed
         self.fit_context = fit_context
 
-    def settings(self) -> dict[str, Any]:
+    def describe_responses(self) -> dict[str, Any]:
         """Return everything that a response depends on besides the model and the question."""
         return {
             "sampling": asdict(self.sampling),
@@ -79,7 +79,7 @@ class ResponseCallback(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check, before any model is loaded, that responses fit, and whether a model is needed."""
-        if stage != "test" or not isinstance(pl_module, EvaluationModule):
+        if stage != "test" or not is_evaluation(pl_module):
             return
         data = get_evaluation_data(trainer)
         gpus = find_gpus(trainer) * trainer.num_nodes  # of all processes
@@ -106,8 +106,7 @@ class ResponseCallback(Callback):
 
     @override
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        data = get_evaluation_data(trainer)
-        if not isinstance(pl_module, EvaluationModule) or not data.left:
+        if not is_evaluation(pl_module) or not (data := get_evaluation_data(trainer)).left:
             return
         longest = max(len(problem.prompt) for problem in data.problems) + self.sampling.max_completion_length
         prompt = data.problems[0].prompt
@@ -145,7 +144,7 @@ class EvaluationWriter(Callback):
     @override
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Drop the problems that a killed run left unfinished: they are sampled again."""
-        if isinstance(pl_module, EvaluationModule) and trainer.is_global_zero:
+        if is_evaluation(pl_module) and trainer.is_global_zero:
             done = {record["id"] for record in get_evaluation_data(trainer).finished}
             keep_rows(Path(trainer.default_root_dir) / RESPONSES, lambda record: record["id"] in done)
 
@@ -159,16 +158,16 @@ class EvaluationWriter(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        if isinstance(batch, EvaluationBatch):
+        if is_evaluation(pl_module):
             append_from_ranks(trainer, Path(trainer.default_root_dir) / RESPONSES, batch.records)
 
     @override
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not isinstance(pl_module, EvaluationModule) or not trainer.is_global_zero:
+        if not is_evaluation(pl_module) or not trainer.is_global_zero:
             return
         folder = Path(trainer.default_root_dir)
-        sampler = next(c for c in trainer.callbacks if isinstance(c, ResponseCallback))  # type: ignore[attr-defined]
-        summary = summarise(pl_module, get_evaluation_data(trainer), sampler.settings())
+        sampling = ask_callbacks(trainer, "describe_responses")()
+        summary = summarise(pl_module, get_evaluation_data(trainer), sampling)
         page = render(summary)
         rewrite(folder / "evaluation.md", [page])
         # This file is the last and appears in one step: it says that the stage is done.

@@ -12,20 +12,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from random import Random
 from statistics import fmean, pstdev
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from rlt_lightning.callbacks.rollout import RolloutCallback
 from rlt_lightning.datamodules.rows import TRACE_COLUMN, require_judgeable
 from rlt_lightning.datamodules.stages import StudentRLData
-from rlt_lightning.datamodules.stratos import StratosDataModule
+from rlt_lightning.datamodules.stratos import StratosDataModule, find_models
 from rlt_lightning.engines.hf import HFEngine
 from rlt_lightning.modules.checks import count_steps
 from rlt_lightning.modules.policy import PolicyModule
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.rewards import CorrectnessReward, RLTReward
+from rlt_lightning.rewards.base import Reward
 from rlt_lightning.rollouts.columns import Level
 from rlt_lightning.rollouts.step import StepBatch
 from rlt_lightning.run.console import announce
@@ -139,18 +141,19 @@ def check_run(
     yield check_rows(data, limit)
     yield check_lengths(data)
     yield check_steps(data, length)
-    if not isinstance(module, RLTModule) or "thoughts" in module.reward.judges:
+    if module.reward is None or "thoughts" in module.reward.judges:
         yield Check("closed", "cannot", "only completions that a reward judges are sampled: see `rlt test`")
         return
     problems = draw_problems(data, options.rows)
     asked = data.with_rows([problem.columns for problem in problems])
-    asked.reader_name = module.student.name
+    asked.reader_name = find_models(module)[1]
     asked.val_batch_size = TOGETHER
-    if isinstance(module.reward, RLTReward):
-        module.reward = measure_gain(module.reward, data)
+    scorer = deepcopy(module)  # nothing is loaded yet, and the run's reward stays
+    if has_baseline(module.reward):
+        scorer.reward = measure_gain(module.reward, data)
     rollouts.num_traces, rollouts.max_resamples = options.completions, 0
     announce(f"sampling {options.completions} completions of each of {len(problems)} problems")
-    scored = score_problems(module, asked, rollouts, **trainer)
+    scored = score_problems(scorer, asked, rollouts, **trainer)
     yield check_closed(scored, rollouts.sampling.max_completion_length)
     yield check_spread(scored, options.completions)
     if asked.samples != "explanations":
@@ -159,8 +162,8 @@ def check_run(
     fits = [asked.fits_student(rollout) for rollout in sampled]
     if not any(row.get(TRACE_COLUMN) or row.get("conversations") for row in (p.columns for p in problems)):
         yield check_stage_0(fits, options.completions)
-    if isinstance(module.reward, RLTReward):
-        useful = [good and fit for good, fit in zip(find_useful(module.reward, scored), fits, strict=True)]
+    if has_baseline(scorer.reward):
+        useful = [good and fit for good, fit in zip(find_useful(scorer.reward, scored), fits, strict=True)]
         yield advise(judge_own_answers(module, data, problems, rollouts, **trainer), useful)
 
 
@@ -267,6 +270,11 @@ def check_stage_0(usable: Sequence[bool], completions: int) -> Check:
 # Where to begin
 
 
+def has_baseline(reward: Reward | None) -> TypeGuard[RLTReward]:
+    """Return whether a reward can be a gain over filler."""
+    return reward is not None and reward.has_baseline
+
+
 def measure_gain(reward: RLTReward, data: StratosDataModule) -> RLTReward:
     """Return the reward of stage 0: the gain over filler, with the exact KL, by which filler never gains."""
     if reward.baseline == "none":
@@ -284,7 +292,7 @@ def find_useful(reward: RLTReward, scored: Sequence[StepBatch]) -> list[bool]:
 
 
 def judge_own_answers(
-    module: RLTModule,
+    module: PolicyModule,
     data: StratosDataModule,
     problems: Sequence[Problem],
     rollouts: RolloutCallback,
@@ -312,10 +320,10 @@ def judge_own_answers(
         **options,
     )
     student = RLTModule(
-        str(module.student.name),
+        str(find_models(module)[1]),
         None,
         reward=CorrectnessReward(),
-        dtype=module.student_dtype,
+        dtype=module.frozen_dtype,
         trust_remote_code=module.trust_remote_code,
     )
     sampling = replace(rollouts.sampling, max_completion_length=limit)

@@ -39,7 +39,6 @@ from rlt_lightning.models.kernels import find_blocks
 from rlt_lightning.models.load import meta_model, model_config
 from rlt_lightning.models.lora import LoRA, add_adapter
 from rlt_lightning.models.quantised import nf4_bytes, quantisable_layers, require_settings
-from rlt_lightning.modules import OPDModule, RLTModule
 from rlt_lightning.modules.checks import require_precision, require_whole_models
 from rlt_lightning.modules.on_policy import is_on_policy
 from rlt_lightning.modules.optimizer import states_8bit_bytes
@@ -265,7 +264,8 @@ class Plan:
         self.mean_tokens = self.step_tokens if mean else MEAN_FRAC * tokens
         self.num_steps = self.count_steps(trainer, data)
         callbacks = " ".join(str(callback.class_path) for callback in trainer.callbacks or [])
-        self.read_models(module, precision == "bf16-mixed", "ReferenceSync" in callbacks)
+        self.moves_reference = "ReferenceSync" in callbacks  # which writes it
+        self.read_models(module, precision == "bf16-mixed")
 
     def read_engine(self, engine: Any) -> None:
         """Read what sampling takes of the trainer's devices."""
@@ -328,8 +328,8 @@ class Plan:
             self.note += f"; models that score read prompts, with solutions, of up to {self.scored_prompt}"
         return mean
 
-    def read_models(self, module: PolicyModule, mixed: bool, moves: bool) -> None:
-        """Read the models that the run holds; `moves` is whether ReferenceSync writes the reference."""
+    def read_models(self, module: PolicyModule, mixed: bool) -> None:
+        """Read the models that the run holds."""
 
         def read(name: str, dtype: str, lora: LoRA | None = None) -> Model:
             return Model(module, name, dtype, lora, mixed, self.sharding)
@@ -342,25 +342,21 @@ class Plan:
         self.frozen: dict[str, list[Model]] = {}  # models whose weights are not the policy's, by part
         self.scorers: list[tuple[Model, int]] = []  # models that read without gradient, tokens of a row
         self.pair_hidden = 0  # hidden size of a teacher whose logits the loss compares with the policy's
-        reference = [policy] if module.lora is None or moves else []
+        reference = [policy] if module.lora is None or self.moves_reference else []
         longer = max(self.row_tokens, self.scored_prompt + self.completion_length)
-        if isinstance(module, RLTModule):
-            copies = module.needs_reference(self.trains)
-            students = [read(name, module.student_dtype) for name in module.student.frozen_names]
-            self.frozen = {"reference weights": reference if copies else [], "student weights": students}
-            # A scorer that is no student's model reads thoughts with solutions, and may train on them.
-            if module.student.name is not None:
-                scored = self.row_tokens if students else longer
-                self.scorers = [(policy, scored), *((student, longer) for student in students)]
-            if module.answer_weight:
-                self.row_tokens = longer
-        elif isinstance(module, OPDModule):
-            teacher = read(module.teacher_name, module.teacher_dtype) if module.teacher_name else policy
-            self.frozen = {
-                "teacher weights": [teacher] if module.teacher_name or module.copies_student else []
-            }
-            self.scorers = [(teacher, longer)]
-            self.pair_hidden = teacher.hidden if module.estimator == "full" else 0
+        if not is_on_policy(module):
+            return
+        others = {name: read(name, module.frozen_dtype) for name in module.frozen_names}
+        copies = reference if module.needs_reference(self.trains) else []
+        self.frozen = {"reference weights": copies, f"{module.frozen_role} weights": [*others.values()]}
+        for name in module.list_scorers():
+            model = others.get(name, policy)
+            # A policy beside a student reads no solution behind its completions.
+            self.scorers.append((model, self.row_tokens if others and model is policy else longer))
+        if module.head_loss is not None:
+            self.pair_hidden = self.scorers[-1][0].hidden
+        if module.answer_weight:
+            self.row_tokens = longer
 
     def list_notes(self) -> list[str]:
         """Return what the plan assumes."""
@@ -590,7 +586,7 @@ class Plan:
         size += 2 * size if policy.states_8bit is None else policy.states_8bit
         whole = policy.trained == policy.weights
         model = policy.frozen * (self.master_bytes if whole else policy.weight_bytes)
-        model += 2 * self.count_frozen_bytes("reference weights")
+        model += 2 * self.count_frozen_bytes("reference weights") if self.moves_reference else 0
         text = f"disk: {size / GIB:,.1f} GiB a checkpoint, and {model / GIB:,.1f} for the model"
         if (number := checkpoint.save_top_k) == -1:
             return f"{text}; all checkpoints are kept."

@@ -25,6 +25,7 @@ from rlt_lightning.datamodules.stratos import find_models, require_sizes
 from rlt_lightning.judging.answers import JUDGE_VERSION
 from rlt_lightning.models.load import load_tokenizer, require_model_name
 from rlt_lightning.run.jsonl import JsonRow, read_whole_rows
+from rlt_lightning.run.ranks import ask_callbacks
 from rlt_lightning.tags import TagStyle
 from rlt_lightning.types import Batch, FinishReason, InputError
 
@@ -75,7 +76,7 @@ class EvaluationDataModule(LightningDataModule):
         max_rows: Most problems of each set, from its start.
         seed: Seed of the order of GPQA's options, and of the embedded sets.
         batch_size: Problems whose responses are sampled at once, and recorded together.
-        num_samples: Responses to each problem; linked from rollouts.
+        num_samples: Responses to each problem; in a run those of its ResponseCallback.
         output_dir: The run folder.
         trust_remote_code: Run code that comes with a tokenizer.
     """
@@ -124,6 +125,8 @@ class EvaluationDataModule(LightningDataModule):
         """Read everything, so that bad data is reported before a model is loaded."""
         if self.follows_module and self.trainer is not None:
             self.tokenizer_name, _ = find_models(self.trainer.lightning_module)
+        if describe := ask_callbacks(self.trainer, "describe_responses"):
+            self.num_samples = describe()["num_samples"]
         wanted = (self.tokenizer_name, self.output_dir, self.num_samples)
         if self._prepared_for == wanted:
             return

@@ -6,6 +6,7 @@ EvaluateEvery asks and judges alike: with the same seed and weights both report 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeGuard
 
 from rlt_lightning.datamodules.evaluation import (
     EvaluationBatch,
@@ -41,6 +42,7 @@ class EvaluationModule(LanguageModelModule):
     """
 
     data_classes = (EvaluationDataModule,)
+    is_evaluation = True
 
     def __init__(
         self,
@@ -124,6 +126,11 @@ class EvaluationModule(LanguageModelModule):
         """End the judge's processes."""
         if self.judge is not None:
             self.judge.close()
+
+
+def is_evaluation(module: object) -> TypeGuard[EvaluationModule]:
+    """Return whether a module asks a sampler for answers, and judges them."""
+    return getattr(module, "is_evaluation", False)
 
 
 def judge_responses(

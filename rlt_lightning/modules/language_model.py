@@ -36,9 +36,11 @@ class LanguageModelModule(LightningModule):
 
     Attributes:
         data_classes: The datamodules that the module takes; `rlt` proposes the first.
+        is_evaluation: Whether it asks a sampler for answers, and judges them.
     """
 
     data_classes: ClassVar[tuple[type[Any], ...]] = ()
+    is_evaluation: ClassVar[bool] = False
 
     def __init__(
         self, pretrained: str, dtype: Dtype, attn_implementation: str | None, trust_remote_code: bool

@@ -20,7 +20,7 @@ from rlt_lightning.modules.step_metrics import mismatch_metrics, require_agreeme
 from rlt_lightning.numerics.divergence import Divergence
 from rlt_lightning.numerics.importance import Mismatch, TruncatedImportanceSampling
 from rlt_lightning.rollouts.sampler import Sampler
-from rlt_lightning.rollouts.step import REFERENCE, Shards, StepBatch
+from rlt_lightning.rollouts.step import POLICY, REFERENCE, Shards, StepBatch
 from rlt_lightning.run.ranks import ask_callbacks
 from rlt_lightning.types import InputError, Rollouts
 
@@ -97,6 +97,14 @@ class OnPolicyModule(PolicyModule):
         """Add the frozen models and the reference: the policy at the start, which is that without adapter."""
         reference = self.reference or Model(partial(self.run, without_adapter), is_policy=True)
         return super().list_models() | self.models | {REFERENCE: reference}
+
+    def needs_reference(self, trains: bool) -> bool:
+        """Return whether the initial model is needed, in a training or otherwise."""
+        return False
+
+    def list_scorers(self) -> tuple[str, ...]:
+        """Return the names of the models that read completions without gradient, in a planned step."""
+        return self.frozen_names or (POLICY,)
 
     def list_readers(self) -> list[tuple[str, str, tuple[str, ...]]]:
         """Return the models that read completions: role, name and the columns of items around one."""

@@ -73,6 +73,7 @@ class OPDModule(OnPolicyModule):
     """
 
     data_classes = (StudentOPDData,)
+    frozen_role = "teacher"
 
     def __init__(
         self,
@@ -117,7 +118,7 @@ class OPDModule(OnPolicyModule):
         self.head_loss = divergence if estimator == "full" else None
         self.estimator = estimator
         self.temperature = temperature
-        self.teacher_dtype: Dtype = teacher_dtype
+        self.frozen_dtype = teacher_dtype
 
     def setup(self, stage: str) -> None:
         """Check, before any model is loaded, that data and settings fit."""
@@ -151,9 +152,9 @@ class OPDModule(OnPolicyModule):
         """Load the teacher, or a copy of the initial student."""
         super().load_frozen_models()
         if self.teacher_name is not None:
-            model = self.load_frozen(self.teacher_name, self.teacher_dtype, "the teacher")
+            model = self.load_frozen(self.teacher_name, self.frozen_dtype, "the teacher")
             self.models[self.teacher_name] = model
-        elif self.copies_student:
+        elif self.needs_reference(self.trainer.training):
             role = "the teacher: the student at its start"
             self.reference = self.load_frozen(self.pretrained, self.dtype_name, role)
 
@@ -207,8 +208,7 @@ class OPDModule(OnPolicyModule):
         views: TeacherViews = data.views
         return views
 
-    @property
-    def copies_student(self) -> bool:
+    def needs_reference(self, trains: bool) -> bool:
         """Return whether the teacher is a copy of the student; a frozen LoRA's teacher is its base."""
         by_itself = self.teacher_weights == "averaged" or (self.teacher_weights == "frozen" and not self.lora)
         return self.teacher_name is None and by_itself

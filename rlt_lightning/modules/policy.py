@@ -78,12 +78,16 @@ class PolicyModule(LanguageModelModule):
     Attributes:
         is_on_policy: Whether it trains on completions that it asks a sampler for.
         reward: What completions are worth, in the modules that have a reward.
+        frozen_role: What the models of `frozen_names` are, for `rlt plan`.
+        frozen_dtype: Type of their weights.
         head_loss: The divergence that is minimised through the head, for the check of its kernels.
     """
 
     data_classes: ClassVar[tuple[type[StratosDataModule], ...]] = (StratosDataModule,)
     is_on_policy: ClassVar[bool] = False
     reward: Reward | None = None
+    frozen_role: ClassVar[str] = ""
+    frozen_dtype: Dtype = "float32"
     head_loss: Divergence | None = None
 
     def __init__(

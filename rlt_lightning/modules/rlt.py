@@ -104,6 +104,7 @@ class RLTModule(OnPolicyModule):
     # What each sampled token gains; a subclass may have another one (credits.py).
     credit: Credit = RewardCredit()
     reward: Reward
+    frozen_role = "student"
 
     data_classes: ClassVar[tuple[type[StratosDataModule], ...]] = (
         *(TeacherRLData, ScoringData),
@@ -136,7 +137,7 @@ class RLTModule(OnPolicyModule):
         self.reward = reward
         self.advantages = advantages or GroupNormalisedAdvantages()
         self.policy_loss = policy_loss or GRPOLoss()
-        self.student_dtype: Dtype = student_dtype
+        self.frozen_dtype = student_dtype
         self.teacher_log_probs = teacher_log_probs
         self.updates_per_rollout = updates_per_rollout
         self.num_epochs = num_epochs
@@ -195,14 +196,14 @@ class RLTModule(OnPolicyModule):
         """Load the student and, where the loss has a KL penalty or it is the student, the reference."""
         super().load_frozen_models()
         for name in self.frozen_names:
-            self.models[name] = self.load_frozen(name, self.student_dtype, "the frozen student")
+            self.models[name] = self.load_frozen(name, self.frozen_dtype, "the frozen student")
         # The policy without its adapter is the initial teacher.
         is_base = self.lora is not None and not self.reference_moves
         if self.needs_reference(self.trainer.training) and not is_base:
             self.reference = self.load_frozen(self.pretrained, self.dtype_name, "the reference")
 
     def needs_reference(self, trains: bool) -> bool:
-        """Return whether the reference, the initial model, is needed."""
+        """See `OnPolicyModule.needs_reference`: by the loss, or as the student."""
         in_loss = trains and (self.policy_loss.kl_coef or REFERENCE in self.credit.models)
         return bool(in_loss) or self.student.model == REFERENCE
 
@@ -210,6 +211,10 @@ class RLTModule(OnPolicyModule):
     def frozen_names(self) -> tuple[str, ...]:
         """Return the name of the student, unless it is the policy or the reference."""
         return self.student.frozen_names
+
+    def list_scorers(self) -> tuple[str, ...]:
+        """See `OnPolicyModule.list_scorers`: the policy and the student, if the reward asks one."""
+        return () if self.student.name is None else (POLICY, *self.frozen_names)
 
     def list_readers(self) -> list[tuple[str, str, tuple[str, ...]]]:
         """See `OnPolicyModule.list_readers`."""

@@ -88,6 +88,8 @@ class Reward(ABC):
     compares: ClassVar[bool] = False
     # Whether it has values of single tokens; see `list_tokens`.
     has_tokens: ClassVar[bool] = False
+    # Whether it can be a gain over an explanation that says nothing: an RLTReward with a `baseline`.
+    has_baseline: ClassVar[bool] = False
     # Whether it tells which answers are right, in the columns of CorrectnessReward.
     judges_answers: ClassVar[bool] = False
 

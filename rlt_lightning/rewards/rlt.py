@@ -77,6 +77,7 @@ class RLTReward(Reward):
 
     judges = ("explanations",)
     has_tokens = True
+    has_baseline = True
     # The names of the terms that a subclass adds, in lower case.
     extra_names: ClassVar[tuple[str, ...]] = ()
 

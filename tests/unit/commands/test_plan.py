@@ -235,7 +235,7 @@ def test_distillation_is_planned_with_its_teacher(options: list[str], has_teache
     [plan] = planned([["--config=laptop/opd", *options]])
     assert plan["status"] == 0, plan
     assert list(read_table(plan["page"])) == ["generate", "score", "train", "step"]
-    assert ("  teacher miniature" in plan["page"]) == has_teacher
+    assert ("  reference miniature" in plan["page"]) == has_teacher
     # A view holds the solution, which the student does not see.
     prompt, view = read_prompts(plan["page"])
     assert view > prompt
