@@ -340,8 +340,9 @@ def naming_choices(kind: str, name: str) -> Iterator[None]:
     except (ImportError, OSError, ValueError, SafetensorError) as error:
         if isinstance(error, InputError):
             raise
+        fault = "has damaged weights" if isinstance(error, SafetensorError) else "could not be loaded"
         raise InputError(
-            f"The {kind} '{name}' could not be loaded ({first_line(error, 200)}). Use {MODEL_CHOICES}."
+            f"The {kind} '{name}' {fault} ({first_line(error, 200)}). Use {MODEL_CHOICES}."
         ) from error
 
 

@@ -225,7 +225,7 @@ class WeightFiles:
                     self.shapes |= {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise InputError(
-                f"The weights of '{name}' must be whole safetensors files, but cannot be read "
+                f"The weights of '{name}' must be safetensors files, but are missing or damaged "
                 f"({first_line(error)}). Choose another model or checkpoint."
             ) from error
 

@@ -42,10 +42,16 @@ def join_nodes(num_nodes: int) -> None:
     """Let Lightning start the processes of a node whose launcher names only nodes, as PyTorchJob does.
 
     Raises:
-        InputError: If it names others than the trainer has.
+        InputError: If it names others than the trainer has, or SLURM's variables are not those of srun.
     """
+    if SLURMEnvironment.detect():
+        try:
+            SLURMEnvironment()
+        except RuntimeError as error:
+            raise InputError(str(error)) from error
+        return
     started = int(os.environ.get("WORLD_SIZE", "1"))
-    if started == 1 or "LOCAL_RANK" in os.environ or SLURMEnvironment.detect():
+    if started == 1 or "LOCAL_RANK" in os.environ:
         return
     if started != num_nodes or not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         raise InputError(

@@ -222,3 +222,11 @@ def test_what_cannot_work_is_refused_in_one_line_by_its_name(
         assert word in line
     assert "\n" not in line
     assert not list(Path("run").glob("model*"))
+
+
+def test_tasks_without_srun_end_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    for name in ("SLURM_NTASKS_PER_NODE", "SLURM_JOB_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(InputError, match="--ntasks-per-node=4"):
+        Trainer("run", accelerator="cpu")

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from transformers import AutoTokenizer
 
 from rlt_lightning.models import embedded
 from rlt_lightning.models import load as pretrained
-from rlt_lightning.models.load import count_ids, load_model, load_tokenizer
+from rlt_lightning.models.load import count_ids, empty_model, load_model, load_tokenizer
 from rlt_lightning.types import InputError
 
 ASK = "from rlt_lightning.models.embedded import embedded_model; print(embedded_model())"
@@ -79,6 +80,18 @@ def test_a_pickled_checkpoint_is_not_opened(tiny_model: str, tmp_path: Path) -> 
     torch.save(weights, folder / "pytorch_model.bin")
     with pytest.raises(InputError, match="could not be loaded"):
         load_model(str(folder))
+
+
+@pytest.mark.parametrize("load", [load_model, empty_model])
+def test_damaged_weights_are_called_damaged(
+    load: Callable[[str], Any], tiny_model: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model, folder, ignore=shutil.ignore_patterns("*.xxh128"))
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(InputError, match=r"damaged .*header"):
+        load(str(folder))
 
 
 # What other programs write: a class of transformers 4, and a pipeline of the file's own
