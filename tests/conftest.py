@@ -27,6 +27,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +44,12 @@ TESTS = Path(__file__).parent
 SHARED = TESTS.parents[1] / "shared"
 FIGURE = "figure: "  # begins a printed line that the summary repeats
 LAST_LINES = 25  # of a failure, printed when it happens
-LEFT = pytest.StashKey[Counter[str]]()
 DURATIONS = "rlt/durations"  # in pytest's cache: seconds of each group in the last run that had it
 FIRST = ("integration/ranks", "docs", "gpu", "trajectories", "integration")  # until there are durations
 NUM_WORDS = 8192  # of the tiny model: logits of SmolLM2's 49,152 words would be most of its work
-SETS = {"slow": "make prove", "full": "make test-all", "docs": "make test-docs", "gpu": "make test-docs"}
 
 
-# What is run, and what is left
+# What is run
 
 
 class Reports:
@@ -77,7 +76,6 @@ def pytest_configure(config: pytest.Config) -> None:
     import commands
 
     gc.set_threshold(10_000)  # of 700 it takes a twelfth of the time
-    config.stash[LEFT] = Counter()
     commands.longest_s = float(config.getoption("timeout") or config.getini("timeout")) - 30
 
 
@@ -116,6 +114,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(folder)
         if item.get_closest_marker("vllm") and not item.get_closest_marker("slow"):
             item.add_marker("full")
+        strategy = item.callspec.params.get("strategy", "") if hasattr(item, "callspec") else ""
+        if str(strategy).startswith(("zero", "deepspeed")) and find_spec("deepspeed") is None:
+            item.add_marker(pytest.mark.skip(reason="needs the deepspeed extra"))
     cache = getattr(config, "cache", None)
     durations = cache.get(DURATIONS, {}) if cache else {}
 
@@ -143,25 +144,8 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # imported modules need not be looked at again
 
 
-def pytest_deselected(items: list[pytest.Item]) -> None:
-    for item in items:
-        marks = [SETS[name] for name in SETS if item.get_closest_marker(name)]
-        item.config.stash[LEFT][marks[0] if marks else "make test"] += 1
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    if hasattr(session.config, "workeroutput"):  # of one of several processes
-        session.config.workeroutput["left"] = dict(session.config.stash[LEFT])
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any) -> None:
-    node.config.stash[LEFT] |= Counter(getattr(node, "workeroutput", {}).get("left", {}))  # each has them all
-
-
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Print the tests' figures, and in one block what was skipped and why and which command runs the rest."""
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print the tests' figures."""
     reports = [report for name in ("passed", "failed") for report in terminalreporter.stats.get(name, [])]
     lines = [(report, line) for report in reports for line in report.capstdout.splitlines()]
     if found := [(report, line) for report, line in lines if line.startswith(FIGURE)]:
@@ -169,15 +153,6 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     for report, line in found:
         test = report.nodeid.partition("::")[2]
         terminalreporter.line(f"{test}: {line.removeprefix(FIGURE)}")
-    skipped = terminalreporter.stats.get("skipped", [])
-    reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in skipped)
-    left = config.stash[LEFT]
-    if reasons or left:
-        terminalreporter.section("not run")
-    for reason, number in reasons.most_common():
-        terminalreporter.line(f"{number:5} skipped: {reason}")
-    for command, number in left.most_common():
-        terminalreporter.line(f"{number:5} left for `{command}`")
 
 
 # Models, and runs that tests share
@@ -302,12 +277,11 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
     What the run printed lies beside it, in `stdout` and `stderr`.
     """
-    from commands import rlt
+    from commands import run_rlt
     from tiny import QUICKSTART
 
     def make(folder: Path) -> None:
-        result = rlt(*QUICKSTART, f"--output_dir={folder / 'run'}")
-        assert result.returncode == 0, result.stderr
+        result = run_rlt(*QUICKSTART, f"--output_dir={folder / 'run'}")
         (folder / "stdout").write_text(result.stdout)
         (folder / "stderr").write_text(result.stderr)
 
