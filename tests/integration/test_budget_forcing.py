@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from budget_forcing import HFBudgetForcing
-from commands import ROOT, rlt
+from commands import ROOT, run_rlt
 from sampling import sample_groups
 
 from rlt_lightning.datamodules.formats import ChatFormat
@@ -85,8 +85,7 @@ def test_an_evaluation_runs_with_it(processes: int, tmp_path: Path) -> None:
     words += [f"--rollouts.engine.answer_opening={OPENING}", "--rollouts.engine.num_waits=1"]
     words += ["--data.batch_size=2", f"--trainer.devices={processes}"]
     words += ["--config=hardware/fsdp2"] if processes > 1 else []
-    result = rlt(*words, PYTHONPATH=str(ROOT / "examples"))
-    assert result.returncode == 0, result.stderr
+    run_rlt(*words, PYTHONPATH=str(ROOT / "examples"))
     rows = [*read_json_rows(tmp_path / "responses.jsonl")]
     assert len(rows) == 6
     assert all("Wait" in row["response"] for row in rows)

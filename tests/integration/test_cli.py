@@ -11,25 +11,22 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from commands import rlt, start
+from commands import rlt, run_rlt, start
 from fake_worker import worker_of
-from fits import assert_one_clear_line, explanation, metrics, sampled_by, small_fit, wait_for, weights
+from fits import assert_one_clear_line, explanation, metrics, sampled_by, small_fit, weights
+from kills import wait_for
 from safetensors.torch import load_file
 
 from rlt_lightning.__main__ import main
 from rlt_lightning.models.embedded import resolve
-from rlt_lightning.strategies.zero import DeepSpeed
 from rlt_lightning.tasks.stepwise import chain_rows
-from rlt_lightning.types import InputError
 
 
 @pytest.fixture(scope="module")
 def short_config(tmp_path_factory: pytest.TempPathFactory) -> str:
     """An overlay that makes completions short and moves the reference every second step."""
     path = tmp_path_factory.mktemp("config") / "short.yaml"
-    callbacks = [
-        {"class_path": "rlt_lightning.callbacks.ReferenceSync", "init_args": {"every_n_steps": 2}},
-    ]
+    callbacks = [{"class_path": "rlt_lightning.callbacks.ReferenceSync", "init_args": {"every_n_steps": 2}}]
     rollouts = {"sampling": {"max_completion_length": 6}}
     trainer = {"callbacks": callbacks, "max_steps": 7}
     path.write_text(yaml.safe_dump({"trainer": trainer, "rollouts": rollouts}))
@@ -75,13 +72,11 @@ def test_a_runs_config_repeats_the_run(tiny_model: str, short_config: str, tmp_p
     first, again = tmp_path / "first", tmp_path / "again"
     options = [short_config, "--config=configs/add/tensorboard.yaml", "--resume=true"]
     for steps in (1, 2):  # the second resumes
-        result = rlt(*small_fit(tiny_model, first, *options, f"--trainer.max_steps={steps}"))
-        assert result.returncode == 0, result.stderr
+        result = run_rlt(*small_fit(tiny_model, first, *options, f"--trainer.max_steps={steps}"))
     written = sorted(first.rglob("*"))
     result = rlt("fit", f"--config={first / 'config.yaml'}")
     assert_one_clear_line(result, "must be empty or new")
-    result = rlt("fit", f"--config={first / 'config.yaml'}", f"--output_dir={again}")
-    assert result.returncode == 0, result.stderr
+    run_rlt("fit", f"--config={first / 'config.yaml'}", f"--output_dir={again}")
     assert metrics(again) == metrics(first)
     assert list(again.rglob("events.out.tfevents.*"))
     assert sorted(first.rglob("*")) == written
@@ -103,8 +98,7 @@ def test_two_processes_sample_at_the_same_workers_as_one(
         options += ["--rollouts.asynchronous=true", "--model.max_staleness=1"]
         assert rlt(*small_fit(tiny_model, one, *options)).returncode == 0
         asked = len(first.delivered) + len(second.delivered)
-        result = rlt(*small_fit(tiny_model, two, *options, "--trainer.devices=2", "--trainer.strategy=ddp"))
-        assert result.returncode == 0, result.stderr
+        run_rlt(*small_fit(tiny_model, two, *options, "--trainer.devices=2", "--trainer.strategy=ddp"))
         assert len(first.delivered) + len(second.delivered) == 2 * asked  # each prompt once, for both ranks
     rows = [{line for line in map(explanation, (f / "rollouts.jsonl").open())} for f in (one, two)]
     assert rows[0] == rows[1]
@@ -165,14 +159,12 @@ def test_sft_trains_packed_and_resumes_exactly(tiny_model: str, tmp_path: Path) 
         "--trainer.accelerator=cpu",
     ]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    result = rlt(*arguments, f"--output_dir={whole}")
-    assert result.returncode == 0, result.stderr
+    run_rlt(*arguments, f"--output_dir={whole}")
     process = start(*arguments, f"--output_dir={killed}")
     wait_for((killed / "checkpoints" / "step=000003.ckpt").exists, process)
     process.kill()
     process.wait()
-    result = rlt(*arguments, f"--output_dir={killed}", "--ckpt_path=last")
-    assert result.returncode == 0, result.stderr
+    run_rlt(*arguments, f"--output_dir={killed}", "--ckpt_path=last")
     expected, found = metrics(whole), metrics(killed)
     assert found.keys() == expected.keys()
     for step, row in expected.items():
@@ -202,8 +194,7 @@ def test_resume_replaces_a_dead_start_and_no_results(tiny_model: str, tmp_path: 
     folder.mkdir()
     for name in ("config.yaml", "config.tmp", "data_report.json", ".writable"):
         (folder / name).write_text("half: [writt")  # killed before the first row
-    result = rlt(*score)
-    assert result.returncode == 0, result.stderr
+    run_rlt(*score)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     mistaken = rlt("fit", "--config=tests/rlt.yaml", f"--output_dir={folder}", "--resume=true")
     [line] = mistaken.stderr.strip().splitlines()
@@ -222,8 +213,7 @@ def test_a_seed_sets_all_but_those_that_are_options(tiny_model: str, tmp_path: P
     options = [f"--config={tmp_path / 'seeds.yaml'}", "--rollouts.sampling.max_completion_length=4"]
     for seed in ("7", "8"):
         seeds = ["--data.seed=3", f"--seed={seed}", "--model.init_args.seed=4", "--trainer.max_steps=2"]
-        result = rlt(*small_fit(tiny_model, tmp_path / seed, *options, *seeds))
-        assert result.returncode == 0, result.stderr
+        run_rlt(*small_fit(tiny_model, tmp_path / seed, *options, *seeds))
     config = yaml.safe_load((tmp_path / "7" / "config.yaml").read_text())
     assert config["seed_everything"] == config["rollouts"]["seed"] == 7
     assert config["data"]["init_args"]["seed"] == 3
@@ -241,12 +231,6 @@ def test_an_interrupt_before_a_run_begins_ends_without_a_traceback(monkeypatch: 
     with pytest.raises(SystemExit) as ending:
         main()
     assert ending.value.code == 130
-
-
-def test_without_deepspeed_its_strategy_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlt_lightning.strategies.zero.find_spec", lambda name: None)
-    with pytest.raises(InputError, match=r"pip install 'rlt-lightning\[deepspeed\]'"):
-        DeepSpeed()
 
 
 def test_other_rows_at_the_same_path_are_refused(tiny_model: str, tmp_path: Path) -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from commands import ROOT, rlt
-from fake_worker import FakeWorker, worker_of
-from tiny import CONFIGS, OVERLAYS, generates, name_of, tiny_run, uses_workers
+from commands import ROOT, run_rlt
+from fake_worker import worker_of
+from tiny import CONFIGS, OVERLAYS, name_of, tiny_run, uses_workers, written_file
 
 from rlt_lightning.engines import Launch
 from rlt_lightning.run.shipped import find_config, list_shipped_configs
@@ -70,18 +70,6 @@ def test_a_file_wins_over_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert find_config("laptop/opd") == Path("laptop/opd")
 
 
-@pytest.fixture
-def fake_worker(tiny_model: str) -> Iterator[FakeWorker]:
-    with worker_of(tiny_model) as worker:
-        yield worker
-
-
-@pytest.fixture
-def plain_worker(tiny_model: str) -> Iterator[FakeWorker]:
-    with worker_of(tiny_model, dev_mode=False) as worker:
-        yield worker
-
-
 # Of modules and engines those whose config no other test runs; tests/integration/test_vllm_worker.py has the
 # overlay that launches.
 EACH_KIND = ["recipe_7b/grpo", "recipe_7b/sft", "add/vllm_async", "hardware/generate_8gpu", "add/lora"]
@@ -93,26 +81,20 @@ TO_RUN = [
 
 
 @pytest.mark.parametrize("config", TO_RUN)
-def test_a_shipped_config_builds_and_runs_at_tiny_size(
-    config: Path, tiny_model: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_a_shipped_config_builds_and_runs_at_tiny_size(config: Path, tiny_model: str, tmp_path: Path) -> None:
     verb, options, settings = tiny_run(config, tiny_model)
     options += [f"--output_dir={tmp_path / 'run'}"]
-    if uses_workers(config):
-        plain = config.stem in PLAIN_WORKERS
-        worker = request.getfixturevalue("plain_worker" if plain else "fake_worker")
-        launches = "launch:" in config.read_text()
-        options += ["--rollouts.engine.init_args.launch=null"] if launches else []
-        options += [f"--rollouts.engine.init_args.urls=[{worker.url}]"]
-        if not plain:
-            options += ["--rollouts.engine.init_args.push=rlt_lightning.engines.IPCPush"]
-    result = rlt(verb, *options)
-    assert result.returncode == 0, result.stderr
+    plain = config.stem in PLAIN_WORKERS
+    with worker_of(tiny_model, dev_mode=not plain) if uses_workers(config) else nullcontext() as worker:
+        if worker is not None:
+            launches = "launch:" in config.read_text()
+            options += ["--rollouts.engine.init_args.launch=null"] if launches else []
+            options += [f"--rollouts.engine.init_args.urls=[{worker.url}]"]
+            options += [] if plain else ["--rollouts.engine.init_args.push=rlt_lightning.engines.IPCPush"]
+        run_rlt(verb, *options)
     resolved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert resolved["model"]["class_path"] == settings["model"]["class_path"]
-    written = {"fit": "metrics.csv", "test": "evaluation.json", "predict": "scores.jsonl"}[verb]
-    written = "distillation.jsonl" if generates(settings) else written
-    assert (tmp_path / "run" / written).stat().st_size > 0
+    assert (tmp_path / "run" / written_file(verb, settings)).stat().st_size > 0
 
 
 def test_the_released_recipes_figures_are_in_the_configs() -> None:

@@ -6,19 +6,19 @@ import csv
 import json
 import re
 import shutil
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
-from cases import full
-from commands import rlt
+from commands import run_rlt
 from fake_worker import worker_of
+from fits import read_metrics
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors.torch import load_file
+from trainers import bare_trainer
 
 from rlt_lightning.callbacks import (
     Checkpoint,
@@ -29,7 +29,6 @@ from rlt_lightning.callbacks import (
     RolloutCallback,
 )
 from rlt_lightning.callbacks.evaluate_every import require_student
-from rlt_lightning.checkpoints.io import FolderCheckpointIO
 from rlt_lightning.datamodules import (
     EvaluationDataModule,
     ScoringData,
@@ -73,20 +72,8 @@ def trainer_of(folder: Path, *callbacks: Callback, steps: int = STEPS, **options
     """A trainer with the callbacks in the command line's order."""
     folder.mkdir(exist_ok=True)
     missing = [] if any(isinstance(part, RolloutCallback) for part in callbacks) else [RolloutCallback()]
-    return Trainer(
-        default_root_dir=folder,
-        accelerator="cpu",
-        max_steps=steps,
-        max_epochs=-1,
-        logger=MetricsCSV(str(folder)),
-        plugins=[FolderCheckpointIO()],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        use_distributed_sampler=False,
-        callbacks=[*callbacks, *missing],
-        **{"log_every_n_steps": 1, **options},
-    )
+    options = {"logger": MetricsCSV(str(folder)), "log_every_n_steps": 1} | options
+    return bare_trainer(folder, *callbacks, *missing, steps=steps, **options)
 
 
 def data_of(model: str, **options: Any) -> StratosDataModule:
@@ -107,10 +94,8 @@ def fit(model: str, folder: Path, *callbacks: Callback, resume: Path | None = No
 
 def rows_of(folder: Path, prefix: str = "eval/") -> dict[int, dict[str, float]]:
     """The figures in metrics.csv by step, of the steps that have any."""
-    with open(folder / "metrics.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert len({row["step"] for row in rows}) == len(rows)
-    found = {int(r["step"]): {n: float(v) for n, v in r.items() if v and n.startswith(prefix)} for r in rows}
+    steps = read_metrics(folder).items()
+    found = {step: {n: v for n, v in row.items() if n.startswith(prefix)} for step, row in steps}
     return {step: row for step, row in found.items() if row}
 
 
@@ -292,25 +277,15 @@ def test_fine_tuning_pushes_its_weights_to_a_worker(
 # Several ranks, and the command line
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [full("fsdp2"), full("zero3")],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
 def test_ranks_share_the_problems_and_agree(strategy: str, miniature: str, tmp_path: Path) -> None:
-    if strategy == "zero3" and find_spec("deepspeed") is None:
-        pytest.skip("needs the deepspeed extra")
     run = tmp_path / "run"
-    command = ["fit", "--config=configs/laptop/sft.yaml"]
-    command += ["--config=configs/add/evaluate_every.yaml"]
-    command += [
-        "--trainer.strategy=ddp" if strategy == "ddp" else f"--config=configs/hardware/{strategy}.yaml"
-    ]
+    command = ["fit", "--config=laptop/sft", "--config=add/evaluate_every", f"--config=hardware/{strategy}"]
     command += [f"--model.pretrained={miniature}", "--data.num_embedded_rows=32", "--trainer.max_steps=2"]
     command += ["--trainer.callbacks.init_args.every_n_steps=2", "--trainer.devices=2"]
     command += ["--trainer.callbacks.init_args.max_rows=5", "--checkpoint.every_n_train_steps=2"]
-    command += [f"--output_dir={run}"]
-    result = rlt(*command)
-    assert result.returncode == 0, result.stderr[-3000:]
+    result = run_rlt(*command, f"--output_dir={run}")
     assert "accuracy after iteration 2: chains" in result.stderr
     [line] = re.findall(r"accuracy after iteration 0: (.*) \(", result.stderr)  # of one rank
     assert line.startswith("chains")

@@ -12,26 +12,25 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from subprocess import CompletedProcess
+from typing import Any
 
 import pytest
 from cases import full
 from commands import rlt
 from fake_worker import FakeWorker
-from gpqa import SECRETS, Row, gpqa_like, write
+from gpqa import SECRETS, gpqa_like
+from rows_of import read, write
 from tiny import TINY_EVALUATION
 
 from rlt_lightning.datamodules.evaluation import EvaluationDataModule
 from rlt_lightning.datamodules.evaluation_sets import read_set
 from rlt_lightning.judging.judge import Judge
 from rlt_lightning.metrics import AnswerFigures
-from rlt_lightning.metrics.answers import (
-    compute_set_figures,
-    majority_accuracy,
-    pass_at_k,
-    standard_error,
-)
+from rlt_lightning.metrics.answers import compute_set_figures, majority_accuracy, pass_at_k, standard_error
 from rlt_lightning.tasks.stepwise import chain_rows
 from rlt_lightning.types import InputError
+
+Row = dict[str, Any]
 
 
 def evaluate(model: str | Path, folder: Path, *options: str) -> CompletedProcess[str]:
@@ -56,10 +55,6 @@ def evaluated(model: str | Path, folder: Path, *options: str) -> Row:
     result = evaluate(model, folder, *options)
     assert result.returncode == 0, result.stderr
     return json.loads((folder / "evaluation.json").read_text())
-
-
-def read(path: Path) -> list[Row]:
-    return [json.loads(line) for line in path.open()]
 
 
 # Counting
@@ -136,13 +131,7 @@ def judge() -> Iterator[Judge]:
 
 
 @pytest.mark.parametrize(
-    ("name", "size"),
-    [
-        ("aime24", 30),
-        ("amc23", 40),
-        full("math500", 500),
-        full("gsm8k", 1319),
-    ],
+    ("name", "size"), [("aime24", 30), ("amc23", 40), full("math500", 500), full("gsm8k", 1319)]
 )
 def test_reference_solutions_are_right_and_others_wrong(
     name: str, size: int, shared: Path, judge: Judge

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import re
@@ -17,8 +16,10 @@ from typing import Any
 import pytest
 import torch
 from commands import ROOT
+from fits import metrics
 from jsonargparse import ArgumentParser
 from lightning.pytorch.strategies import DDPStrategy
+from rows_of import read
 from wandb_run import runs_in
 from wheel import OFFLINE, PIP, build_wheel
 
@@ -45,7 +46,6 @@ from rlt_lightning.types import Completion, InputError
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 PAGE = (ROOT / "docs" / "extend.md").read_text()
 FILES = dict(re.findall(r'^```\w+ title="([\w.]+)"\n(.*?)^```$', PAGE, re.MULTILINE | re.DOTALL))
-JSON = dict[str, Any]
 
 
 BLOCKS = re.findall(r"^```sh\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
@@ -105,34 +105,21 @@ def of_models(folder: str) -> list[str]:
     return ["--model.teacher", folder, "--model.student", folder]
 
 
-def metrics(folder: Path) -> list[dict[str, str]]:
-    with (folder / "metrics.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def rows(path: Path) -> list[JSON]:
-    return [json.loads(line) for line in path.open()]
-
-
 # The callbacks, the loss, the engine, the data
 
 
 @pytest.mark.full
 def test_a_metric_of_ones_own_is_logged(installed: Path, outside: Path) -> None:
     run(COMMANDS["distinct"], installed, outside, *SMALL)
-    for row in metrics(outside / "runs" / "distinct"):
-        assert float(row["rollout/distinct_frac"]) in (0.25, 0.5, 0.75, 1)
+    for row in metrics(outside / "runs" / "distinct").values():
+        assert row["rollout/distinct_frac"] in (0.25, 0.5, 0.75, 1)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["together"])
-def test_term_and_callback_become_charts_in_wandb(
-    installed: Path, outside: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_term_and_callback_become_charts_in_wandb(installed: Path, outside: Path) -> None:
     pytest.importorskip("wandb", reason="needs the extra wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    run(COMMANDS[name], installed, outside, *SMALL)
-    folder = outside / "runs" / name
+    run(COMMANDS["together"], installed, outside, *SMALL)
+    folder = outside / "runs" / "together"
     assert "project: mine" in (folder / "config.yaml").read_text()
     [logged] = runs_in(folder)
     assert {"reward/brevity", "rollout/distinct_frac"} <= logged.scalars()[2].keys()
@@ -146,15 +133,15 @@ def test_a_loss_of_ones_own_trains_without_a_clip(installed: Path, outside: Path
         "--model.policy_loss.clip_eps_high=0",
     ]
     run(COMMANDS["unclipped"], installed, outside, *SMALL, *options)
-    [*_, last] = metrics(outside / "runs" / "unclipped")
-    assert float(last["policy/clip_frac"]) == 0
-    assert float(last["policy/ratio_mean"]) != 1
+    [*_, last] = metrics(outside / "runs" / "unclipped").values()
+    assert last["policy/clip_frac"] == 0
+    assert last["policy/ratio_mean"] != 1
 
 
 @pytest.mark.full
 def test_the_engine_of_the_page_samples(installed: Path, outside: Path) -> None:
     run(COMMANDS["generate_engine"], installed, outside, "--model.group_size=2")
-    recorded = rows(outside / "runs" / "generate_engine" / "rollouts.jsonl")
+    recorded = read(outside / "runs" / "generate_engine" / "rollouts.jsonl")
     assert len(recorded) == 8
     assert {row["policy_version"] for row in recorded} == {0, 1}
     assert "stop" in {row["finish_reason"] for row in recorded}
@@ -163,7 +150,7 @@ def test_the_engine_of_the_page_samples(installed: Path, outside: Path) -> None:
 @pytest.mark.full
 def test_data_of_ones_own_name_their_columns(installed: Path, outside: Path) -> None:
     run(COMMANDS["answers"], installed, outside, *SMALL)
-    recorded = rows(outside / "runs" / "answers" / "rollouts.jsonl")
+    recorded = read(outside / "runs" / "answers" / "rollouts.jsonl")
     assert {row["question"] for row in recorded} == {"start 4, add 3, times 7?", "start 5, times 3, add 4?"}
     assert {row["solution"].strip() for row in recorded} == {"\\boxed{9}"}
 
@@ -194,13 +181,13 @@ def test_a_term_of_ones_own_is_added_logged_recorded_and_reported(
     run(["rlt", "predict", "--config=scores.yaml", *reward], installed, outside, *of_models(tiny_model))
     folder = outside / "runs" / "brevity"
     assert "word_weight: 0.5" in (folder / "config.yaml").read_text()
-    last = metrics(folder)[-1]
-    parts = [float(last[f"reward/{name}"]) for name in ("solution", "kl", "format", "brevity")]
-    assert float(last["reward/mean"]) == pytest.approx(sum(parts), rel=1e-5)
-    assert float(last["reward/val_brevity"]) < 0
-    scored = rows(outside / "runs" / "scores" / "scores.jsonl")
+    [*_, last] = metrics(folder).values()
+    parts = [last[f"reward/{name}"] for name in ("solution", "kl", "format", "brevity")]
+    assert last["reward/mean"] == pytest.approx(sum(parts), rel=1e-5)
+    assert last["reward/val_brevity"] < 0
+    scored = read(outside / "runs" / "scores" / "scores.jsonl")
     assert [row["brevity_reward"] for row in scored] == pytest.approx([-0.09, -0.01])  # 9 words, and one
-    for row in [*rows(folder / "rollouts.jsonl"), *scored]:
+    for row in [*read(folder / "rollouts.jsonl"), *scored]:
         names = ("solution_reward", "kl_reward", "format_reward", "brevity_reward")
         assert row["reward"] == pytest.approx(sum(row[name] for name in names), rel=1e-5)
 
@@ -281,6 +268,3 @@ def test_sharded_weights_need_an_engine_that_gathers() -> None:
         require_gathering(engine, sharded)  # type: ignore[arg-type]
     for whole in ({"world_size": 1}, {"strategy": DDPStrategy()}):
         require_gathering(FourMethods(), SimpleNamespace(**vars(sharded) | whole))  # type: ignore[arg-type]
-
-
-# What is wrong is told in one line

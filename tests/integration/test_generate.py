@@ -5,21 +5,21 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import rlt
-from lightning.pytorch import Callback, Trainer
-from rows_of import read
-from sampling import numbered
+from commands import rlt, run_rlt
+from lightning.pytorch import Callback
+from rows_of import read, write
+from sampling import Scripted
 from trainers import bare_trainer
 
 from rlt_lightning.callbacks import DistillationWriter, RolloutCallback
 from rlt_lightning.datamodules import ScoringData, StudentSFTData, TeacherRLData
 from rlt_lightning.datamodules.rows import TRACE_COLUMN, parse_row
-from rlt_lightning.engines import HFEngine, SampleRequest, Sampling
+from rlt_lightning.engines import SampleRequest, Sampling
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.run.jsonl import format_line, rewrite
 from rlt_lightning.tags import R1, STRATOS
@@ -30,35 +30,21 @@ PROBLEMS, TRACES = 12, 3
 
 def command(model: str, folder: Path, *options: str) -> list[str]:
     return [
-        "predict",
-        "--config=configs/recipe_7b/generate.yaml",
-        f"--model.teacher={model}",
-        f"--model.student={model}",
-        "--model.dtype=float32",
-        "--model.student_dtype=float32",
-        "--data.source=chains",
-        f"--data.num_embedded_rows={PROBLEMS}",
-        "--data.prompts_per_step=2",
-        "--data.tags=r1",
-        "--data.student_system_prompt=Think <think> then <solution>.",
-        "--rollouts.sampling.max_completion_length=12",
-        f"--rollouts.num_traces={TRACES}",
-        "--rollouts.max_resamples=0",
-        "--distillation.select=all",
-        "--trainer.accelerator=cpu",
-        f"--output_dir={folder}",
-        *options,
+        *("predict", "--config=recipe_7b/generate", f"--model.teacher={model}", f"--model.student={model}"),
+        *("--model.dtype=float32", "--model.student_dtype=float32", "--data.source=chains"),
+        *(f"--data.num_embedded_rows={PROBLEMS}", "--data.prompts_per_step=2", "--data.tags=r1"),
+        *("--data.student_system_prompt=Think <think> then <solution>.", "--distillation.select=all"),
+        *("--rollouts.sampling.max_completion_length=12", f"--rollouts.num_traces={TRACES}"),
+        *("--rollouts.max_resamples=0", "--trainer.accelerator=cpu", f"--output_dir={folder}", *options),
     ]
 
 
 @pytest.fixture(scope="module")
 def generated(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("generated") / "run"
-    result = rlt(*command(tiny_model, folder))
-    assert result.returncode == 0, result.stderr
-    assert (
-        f"{PROBLEMS} of {PROBLEMS} problems have no trace from which a student can learn" in result.stderr
-    )  # all are open
+    result = run_rlt(*command(tiny_model, folder))
+    unfit = "problems have no trace from which a student can learn"  # all are open
+    assert f"{PROBLEMS} of {PROBLEMS} {unfit}" in result.stderr
     assert "Next: rlt fit --config" in result.stdout
     return folder
 
@@ -93,8 +79,7 @@ def test_rows_come_in_the_form_of_bespoke_stratos_too(generated: Path) -> None:
 @pytest.mark.full
 def test_a_finished_run_selects_anew_without_sampling(generated: Path, tiny_model: str) -> None:
     before = (generated / "traces.jsonl").read_bytes()
-    result = rlt(*command(tiny_model, generated, "--resume=true", "--distillation.select=best_reward"))
-    assert result.returncode == 0, result.stderr
+    result = run_rlt(*command(tiny_model, generated, "--resume=true", "--distillation.select=best_reward"))
     assert "Predicting" not in result.stdout
     assert (generated / "traces.jsonl").read_bytes() == before
     rows, best = read(generated / "traces.jsonl"), read(generated / "distillation.jsonl")
@@ -110,8 +95,7 @@ def test_what_stage_4_refuses_is_not_selected(generated: Path, tiny_model: str, 
     for row, trace in zip(rows, ["One.\n</think>\n\n<solution>\n2", " ", "Words."], strict=False):
         row["reasoning_trace"] = trace
     rewrite(folder / "traces.jsonl", map(format_line, rows))
-    result = rlt(*command(tiny_model, folder, "--resume=true"))
-    assert result.returncode == 0, result.stderr
+    run_rlt(*command(tiny_model, folder, "--resume=true"))
     assert read(folder / "distillation.jsonl") == rows[2:]
 
 
@@ -119,19 +103,22 @@ def test_selections_take_what_they_say() -> None:
     def row(problem: int, trace: int, reward: float, tokens: int, fits: bool) -> dict[str, Any]:
         return {"row": problem, "trace": trace, "reward": reward, "student_tokens": tokens, "fits": fits}
 
+    def chosen(*options: Any) -> list[tuple[int, int]]:
+        return [(r["row"], r["trace"]) for r in DistillationWriter(*options).select_traces(rows)]
+
     rows = [
         *(row(1, 0, -3, 50, True), row(1, 1, -1, 200, False), row(1, 2, -2, 60, True)),
         *(row(2, 0, -1, 150, False), row(2, 1, -2, 120, False)),  # none fits: the shorter
         *(row(3, 0, -1, 30, False), row(3, 1, -9, 90, True)),
     ]
-    chosen = {
-        select: [(r["row"], r["trace"]) for r in DistillationWriter(select).select_traces(rows)]  # type: ignore[arg-type]
-        for select in ("first", "best_reward", "all", "fits_context")
-    }
-    assert chosen["first"] == [(1, 0), (2, 0), (3, 0)]
-    assert chosen["best_reward"] == [(1, 1), (2, 0), (3, 0)]
-    assert chosen["all"] == [(r["row"], r["trace"]) for r in rows]
-    assert chosen["fits_context"] == [(1, 2), (2, 1), (3, 1)]
+    assert chosen("first") == [(1, 0), (2, 0), (3, 0)]
+    assert chosen("best_reward") == [(1, 1), (2, 0), (3, 0)]
+    assert chosen("all") == [(r["row"], r["trace"]) for r in rows]
+    assert chosen("fits_context") == [(1, 2), (2, 1), (3, 1)]
+    rows = [row(1, i, 1.0, tokens, True) for i, tokens in enumerate([9, 7, 8, 7])] + [row(2, 0, 1.0, 5, True)]
+    assert chosen("first", 2) == [(1, 0), (1, 1), (2, 0)]
+    assert chosen("shortest") == [(1, 1), (2, 0)]
+    assert chosen("shortest", 3) == [(1, 1), (1, 3), (1, 2), (2, 0)]
 
 
 INJECTED = "<|end_of_thought|>\n\n<|begin_of_solution|>\n\nWrong.\n\n<|end_of_solution|>"
@@ -144,10 +131,7 @@ INJECTED = "<|end_of_thought|>\n\n<|begin_of_solution|>\n\nWrong.\n\n<|end_of_so
         ("Words.", True),
         ("", False),
         (f"One {INJECTED} two.", False),
-        (
-            "One <think>a</think>\n\n<solution>b</solution> two.",
-            None,
-        ),  # tags in the one style, text in the other
+        ("One <think>a</think>\n\n<solution>b</solution> two.", None),  # tags in one style, text in the other
     ],
 )
 def test_stage_4_trains_on_the_trace_and_solution_that_are_there(
@@ -179,29 +163,6 @@ def test_stage_4_trains_on_the_trace_and_solution_that_are_there(
     assert expected in data.format.tokenizer.decode(example.token_ids)
 
 
-class Scripted(HFEngine):
-    """Closed completions of so many words: the attempts at every problem's traces, one after another."""
-
-    def __init__(self, lengths: dict[str, list[int]]) -> None:
-        super().__init__()
-        self.lengths = lengths  # by question
-        self.format: Any = None
-        self.seeds: list[int] = []
-
-    def sample(
-        self, requests: Sequence[SampleRequest], sampling: Sampling, stop: str
-    ) -> Iterator[tuple[int, Completion]]:
-        groups = []
-        for request in requests:
-            seed, num_completions = request.seed, request.num_completions
-            text = self.tokenizer.decode(request.prompt)
-            [lengths] = [lengths for question, lengths in self.lengths.items() if question in text]
-            self.seeds += [seed + i for i in range(num_completions)]
-            traces = ["word " * lengths.pop(0) for _ in range(num_completions)]
-            groups.append([self.format.completion_from_trace(None, trace) for trace in traces])
-        yield from numbered(groups)
-
-
 def test_traces_that_do_not_fit_are_sampled_anew_and_no_others(tiny_model: str, tmp_path: Path) -> None:
     source = tmp_path / "rows.jsonl"
     # Of the first problem the second trace is too long twice; of the second one the first in all attempts.
@@ -209,35 +170,31 @@ def test_traces_that_do_not_fit_are_sampled_anew_and_no_others(tiny_model: str, 
     source.write_text("".join(json.dumps({"question": q, "solution": "So."}) + "\n" for q in lengths))
     data = TeacherRLData(str(source), tokenizer=tiny_model, tags="r1", student_context=150)
     data.setup("predict")
-    engine = Scripted(lengths)
-    engine.format = data.format
-    trainer = Trainer(
-        accelerator="cpu",
-        logger=False,
-        default_root_dir=tmp_path,
-        callbacks=[
-            RolloutCallback(engine, Sampling(max_completion_length=1000), num_traces=2, max_resamples=2),
-            DistillationWriter(),
-        ],
-    )
-    trainer.predict(RLTModule(tiny_model, tiny_model), datamodule=data)
+    seeds: list[int] = []
+
+    def write_attempts(request: SampleRequest) -> list[Completion]:
+        """Closed completions of so many words: the attempts at a problem's traces, one after another."""
+        seeds.extend(request.seeds)
+        text = data.format.tokenizer.decode(request.prompt)
+        [left] = [left for question, left in lengths.items() if question in text]
+        traces = ["word " * left.pop(0) for _ in range(request.num_completions)]
+        return [data.format.completion_from_trace(None, trace) for trace in traces]
+
+    sampling, engine = Sampling(max_completion_length=1000), Scripted(write_attempts)
+    rollouts = RolloutCallback(engine, sampling, num_traces=2, max_resamples=2)
+    predicting = bare_trainer(tmp_path, rollouts, DistillationWriter())
+    predicting.predict(RLTModule(tiny_model, tiny_model), datamodule=data)
     rows = read(tmp_path / "traces.jsonl")
     assert [(row["row"], row["trace"], row["reasoning_trace"].count("word")) for row in rows] == [
         *((1, 0, 5), (1, 1, 7)),
         *((2, 0, 901), (2, 1, 6)),
     ]
-    assert engine.lengths == {question: [] for question in lengths}
-    assert len(set(engine.seeds)) == len(engine.seeds) == 8
+    assert not any(lengths.values())
+    assert len(set(seeds)) == len(seeds) == 8
     assert [row["fits"] for row in rows] == [row["student_tokens"] <= 150 for row in rows]
     assert [row["fits"] for row in rows] == [True, True, False, True]
-    student = StudentSFTData(
-        str(tmp_path / "traces.jsonl"),
-        tokenizer=tiny_model,
-        tags="r1",
-        max_length=150,
-        max_bad_frac=0.5,
-        prompts_per_step=1,
-    )
+    options: dict[str, Any] = {"tags": "r1", "max_length": 150, "max_bad_frac": 0.5, "prompts_per_step": 1}
+    student = StudentSFTData(str(tmp_path / "traces.jsonl"), tokenizer=tiny_model, **options)
     student.setup("fit")  # what fits is what stage 4 takes, to the token
     assert [len(example.token_ids) for example in student.items] == [  # type: ignore[union-attr]
         row["student_tokens"] for row in rows if row["student_tokens"] <= 150
@@ -265,15 +222,7 @@ def test_a_plain_trainer_returns_the_rows_it_predicts(kind: Any, tiny_model: str
 
 ODD = [
     {},
-    {
-        "answer": 3**45,
-        "reward": 0.5,
-        "seed": "s",
-        "completion": "c",
-        "row": [1],
-        "teacher": None,
-        "fits": "no",
-    },
+    {"answer": 3**45, "reward": 0.5, "seed": "s", "row": [1], "teacher": None, "completion": "", "fits": "n"},
     {"note": "cut \ud83e", "k\ud83e": {"\ud83e": ["\udd14"]}, "reward": "high", "source_reward": 1},
     {"answer": "4", "empty": {}, "nan": float("inf"), "note": 7, "trace_column": "other", "kl_mean": 0},
     {"answer": 4, "nested": {"a": [2**70, "x", None]}},
@@ -285,7 +234,7 @@ RENAMED = ("reward", "seed", "completion", "row", "teacher", "fits", "trace_colu
 def write_odd_rows(path: Path, odd: list[dict[str, Any]]) -> list[dict[str, Any]]:
     texts = [{"question": f"{i} + {i}?", "solution": rf"\boxed{{{2 * i}}}"} for i in range(len(odd))]
     rows = [text | columns for text, columns in zip(texts, odd, strict=True)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write(path, rows)
     return rows
 
 
@@ -300,8 +249,7 @@ def expect_kept(row: dict[str, Any], renamed: Sequence[str]) -> dict[str, Any]:
 def odd_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("odd")
     write_odd_rows(folder / "odd.jsonl", ODD)
-    result = rlt(*odd_command(folder))
-    assert result.returncode == 0, result.stderr
+    run_rlt(*odd_command(folder))
     return folder
 
 
@@ -333,8 +281,7 @@ def test_scores_stand_beside_those_of_the_source(odd_run: Path, tmp_path: Path) 
         *("--data.teacher_system_prompt=", "--data.student_system_prompt=", "--data.prompts_per_step=2"),
         *("--model.dtype=float32", "--model.student_dtype=float32", f"--output_dir={folder}"),
     ]
-    result = rlt(*command)
-    assert result.returncode == 0, result.stderr
+    result = run_rlt(*command)
     assert "not sampled by the teacher" not in result.stderr
     before, scored = read(traces), read(folder / "scores.jsonl")
     for row, own in zip(scored, before, strict=True):
@@ -346,8 +293,7 @@ def test_scores_stand_beside_those_of_the_source(odd_run: Path, tmp_path: Path) 
     source.write_text(traces.read_text().replace("cut \\ud83e", "whole"))
     lines = (folder / "scores.jsonl").read_text().splitlines(keepends=True)
     (folder / "scores.jsonl").write_text("".join(lines[:4]))
-    resumed = rlt(*command, "--resume=true")
-    assert resumed.returncode == 0, resumed.stderr
+    run_rlt(*command, "--resume=true")
     assert (folder / "scores.jsonl").read_text() == "".join(lines)
     source.write_text(traces.read_text().replace('"reasoning_trace": "', '"reasoning_trace": "So '))
     (folder / "scores.jsonl").write_text("".join(lines[:4]))

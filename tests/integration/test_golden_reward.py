@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from cases import GOLDEN_FOLDER, full
-from commands import rlt
+from commands import run_rlt
 
 CASES = [json.loads(line) for line in (GOLDEN_FOLDER / "rlt_reward.jsonl").open()]
 TEACHER_SYSTEM_PROMPT = CASES[0]["teacher_prompt"].split("system\n")[1].split("<|im_end|>")[0]
@@ -54,8 +54,7 @@ def predict(folder: Path, rows: list[dict[str, Any]], *options: str) -> list[dic
         "--distillation.per_token=true",
         *options,
     ]
-    result = rlt(*command)
-    assert result.returncode == 0, result.stderr
+    run_rlt(*command)
     return [json.loads(line) for line in (folder / "run" / "scores.jsonl").open()]
 
 

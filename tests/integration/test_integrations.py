@@ -7,9 +7,8 @@ import importlib.util
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,16 +17,17 @@ import pytest
 import torch
 import verl_reward
 from cases import full
-from commands import ROOT, python, rlt
+from commands import ROOT, run_python, run_rlt
 from grpo import Witness
-from sampling import numbered
+from rows_of import read, write
+from sampling import Scripted
 from trainers import bare_trainer
 from trl_reward import LikelihoodRewardFunction, RLTRewardFunction
 
 from rlt_lightning.callbacks import RolloutCallback
 from rlt_lightning.datamodules import StudentLikelihoodData
 from rlt_lightning.datamodules.sources import read_rows
-from rlt_lightning.engines import HFEngine, SampleRequest, Sampling
+from rlt_lightning.engines import Sampling
 from rlt_lightning.models.embedded import resolve
 from rlt_lightning.models.load import load_model
 from rlt_lightning.modules import RLTModule
@@ -53,10 +53,8 @@ def predicted(source: Path, teacher: str, folder: Path, estimator: str = "k1") -
     options += ["--model.reward.score_given=false", f"--model.reward.kl_estimator={estimator}"]
     options += ["--data.tags=r1", f"--output_dir={folder}"]
     options += ["--data.teacher_system_prompt=", "--data.student_system_prompt=", "--trainer.accelerator=cpu"]
-    done = rlt("predict", "--config=configs/recipe_7b/score.yaml", *options)
-    assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in (folder / "scores.jsonl").read_text().splitlines()]
-    return [row["reward"] for row in rows]
+    run_rlt("predict", "--config=configs/recipe_7b/score.yaml", *options)
+    return [row["reward"] for row in read(folder / "scores.jsonl")]
 
 
 # TRL
@@ -65,17 +63,14 @@ def predicted(source: Path, teacher: str, folder: Path, estimator: str = "k1") -
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of TRL."""
-    if find_spec("trl") is None:
-        pytest.skip("needs TRL: make setup")
+    pytest.importorskip("trl", reason="needs TRL: make setup")
     folder = tmp_path_factory.mktemp("trl")
-    done = python((ROOT / "tests" / "support" / "trl_run.py").read_text(), folder, PYTHONPATH=EXAMPLES)
-    assert done.returncode == 0, done.stderr
+    run_python((ROOT / "tests" / "support" / "trl_run.py").read_text(), folder, PYTHONPATH=EXAMPLES)
     return folder
 
 
-@pytest.mark.parametrize("step", [1])
-def test_trl_gets_the_rewards_of_predict(run: Path, step: int, tmp_path: Path) -> None:
-    rows = [json.loads(line) for line in (run / f"step-{step}.jsonl").read_text().splitlines()]
+def test_trl_gets_the_rewards_of_predict(run: Path, tmp_path: Path) -> None:
+    rows = read(run / "step-1.jsonl")
     ours = [row["trl_reward"] for row in rows]
     assert len(set(ours)) > 4
     reward = shown()
@@ -83,11 +78,11 @@ def test_trl_gets_the_rewards_of_predict(run: Path, step: int, tmp_path: Path) -
         problem = reward.build_problem(1, row)
         token_ids = reward.format.completion_from_text(problem, row["completion"]).token_ids
         assert token_ids == row["token_ids"][: len(token_ids)]
-    theirs = predicted(run / f"step-{step}.jsonl", str(run / f"step-{step}"), tmp_path / "scores")
+    theirs = predicted(run / "step-1.jsonl", str(run / "step-1"), tmp_path / "scores")
     assert theirs == pytest.approx(ours, abs=1e-4)
     print(f"figure: largest difference {max(abs(a - b) for a, b in zip(ours, theirs, strict=True)):.1e}")
     logged = json.loads((run / "run.json").read_text())["logged"]
-    assert logged[step] == pytest.approx(sum(ours) / len(ours), abs=1e-5)
+    assert logged[1] == pytest.approx(sum(ours) / len(ours), abs=1e-5)
 
 
 def shown(model: Any = None, **options: Any) -> RLTRewardFunction:
@@ -160,19 +155,6 @@ def test_the_teacher_reads_the_prompt_that_trl_has_tokenised(model: Any) -> None
 # Likelihood rewards in TRL
 
 
-class Given(HFEngine):
-    """Hands out known completions, by the prompt."""
-
-    def __init__(self, groups: dict[tuple[int, ...], list[Completion]]) -> None:
-        super().__init__()
-        self.groups = groups
-
-    def sample(
-        self, requests: Sequence[SampleRequest], sampling: Sampling, stop: str
-    ) -> Iterator[tuple[int, Completion]]:
-        yield from numbered([self.groups[tuple(request.prompt)] for request in requests])
-
-
 def identity(one: Rollout) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """A rollout's prompt and completion."""
     return tuple(one.problem.teacher_prompt), tuple(one.completion.token_ids)
@@ -220,7 +202,8 @@ def test_trl_gets_the_likelihood_rewards_of_our_stage(
             source=ROWS[:2], prompts_per_step=2, tokenizer=model, tags="r1",
             student_system_prompt="", output_dir=str(tmp_path), **asked,
         )  # fmt: skip
-        rollouts = RolloutCallback(Given(groups), Sampling(temperature=1.0, max_completion_length=32))
+        engine = Scripted(lambda request, groups=groups: groups[tuple(request.prompt)])
+        rollouts = RolloutCallback(engine, Sampling(temperature=1.0, max_completion_length=32))
         bare_trainer(tmp_path, rollouts, witness).fit(module, data)
         [batch] = witness.batches
         assert batch.rollouts is not None
@@ -261,16 +244,13 @@ def test_verl_runs_the_file_of_the_page(tmp_path: Path) -> None:
 
 
 def test_trl_runs_the_file_of_the_page(tmp_path: Path) -> None:
-    if find_spec("trl") is None:
-        pytest.skip("needs TRL: make setup")
-    done = python(SHOWN["train_trl.py"], tmp_path, PYTHONPATH=EXAMPLES)
-    assert done.returncode == 0, done.stderr
+    pytest.importorskip("trl", reason="needs TRL: make setup")
+    done = run_python(SHOWN["train_trl.py"], tmp_path, PYTHONPATH=EXAMPLES)
     assert "rewards/rlt/mean" in done.stdout
 
 
 def test_the_file_for_verl_writes_its_data(tmp_path: Path) -> None:
-    done = python(SHOWN["rlt_reward.py"], tmp_path, PYTHONPATH=EXAMPLES)
-    assert done.returncode == 0, done.stderr
+    done = run_python(SHOWN["rlt_reward.py"], tmp_path, PYTHONPATH=EXAMPLES)
     assert done.stdout.startswith("custom_chat_template: ")
     assert (tmp_path / "train.parquet").is_file()
 
@@ -299,16 +279,12 @@ def test_verl_gets_the_rewards_of_predict(estimator: Any, tmp_path: Path) -> Non
         return await asyncio.gather(*(reward.compute_score(**call) for call in calls))
 
     scores = asyncio.run(gathered())
+    names = {"solution": "ground_truth", "completion": "solution_str"}
     rows = [
-        {
-            "question": c["extra_info"]["question"],
-            "solution": c["ground_truth"],
-            "completion": c["solution_str"],
-        }
-        for c in calls
+        {"question": call["extra_info"]["question"]} | {ours: call[name] for ours, name in names.items()}
+        for call in calls
     ]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    theirs = predicted(tmp_path / "rows.jsonl", "miniature", tmp_path / "scores", estimator)
+    theirs = predicted(write(tmp_path / "rows.jsonl", rows), "miniature", tmp_path / "scores", estimator)
     assert [score["score"] for score in scores] == pytest.approx(theirs, abs=1e-4)
     for score in scores:
         assert score["score"] == pytest.approx(score["solution"] + score["kl"] + score["format"], abs=1e-5)
@@ -317,10 +293,6 @@ def test_verl_gets_the_rewards_of_predict(estimator: Any, tmp_path: Path) -> Non
 def test_verl_renders_the_prompt_of_the_teacher() -> None:
     reward = hook()
     for number, (row, made) in enumerate(zip(ROWS, reward.dataset(ROWS), strict=True), start=1):
-        options = {
-            "chat_template": verl_reward.CHAT_TEMPLATE,
-            "add_generation_prompt": True,
-            "tokenize": True,
-        }
+        options = {"chat_template": verl_reward.CHAT_TEMPLATE, "add_generation_prompt": True}
         ids = reward.tokenizer.apply_chat_template(made["prompt"], return_dict=False, **options)
         assert ids == reward.build_problem(number, row).teacher_prompt

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from random import Random
 
 import pytest
 from cases import full, slow
-from commands import ROOT, Running, path_of_tests, rlt, start, wait_until
+from commands import ROOT, path_of_tests, run_rlt, start, start_fresh, wait_until
 from fake_worker import worker_of
 from fits import explanation, metrics, sampled_by, small_fit, weights
-from kills import processes, send_sigterm, wait_for
+from kills import fault, processes, send_sigterm, wait_for
 from launchers import STRATEGIES, TORCHRUN
 
 SHORT = ["--rollouts.sampling.max_completion_length=6", "--checkpoint.every_n_train_steps=4"]
@@ -31,16 +28,6 @@ VALIDATED = ["--data.val_rows=2", "--trainer.val_check_interval=2", "--trainer.c
 
 def command(model: str, folder: Path, *options: str, steps: int = 6) -> list[str]:
     return small_fit(model, folder, *SHORT, f"--trainer.max_steps={steps}", *options)
-
-
-def fault(hook: str, kind: str, step: int, rank: int = 0) -> str:
-    arguments = {"rank": rank, "hook": hook, "kind": kind, "step": step}
-    return "--trainer.callbacks+=" + json.dumps({"class_path": "faults.Fault", "init_args": arguments})
-
-
-def run(*words: str) -> None:
-    result = rlt(*words)
-    assert result.returncode == 0, result.stderr
 
 
 def assert_equal(whole: Path, resumed: Path) -> None:
@@ -57,22 +44,18 @@ def assert_equal(whole: Path, resumed: Path) -> None:
     assert rows[0] == rows[1]
 
 
-def interrupt(process: Running, is_paused: Callable[[], bool], *, everyone: bool = False) -> None:
-    """Send one Ctrl-C in the middle of an iteration: to rank 0, or to all processes as a terminal does."""
-    wait_until(is_paused)
-    (os.killpg if everyone else os.kill)(process.pid, signal.SIGINT)
-
-
 @pytest.mark.parametrize("ranks", ["one process", full("two ranks"), full("FSDP2")])
 def test_the_first_ctrl_c_writes_a_checkpoint_and_says_how_to_continue(
     ranks: str, tiny_model: str, tmp_path: Path
 ) -> None:
     whole, stopped, log = tmp_path / "whole", tmp_path / "stopped", tmp_path / "log"
     options = [*VALIDATED, *RANKS[ranks]]
-    run(*command(tiny_model, whole, *options))
+    run_rlt(*command(tiny_model, whole, *options))
     # In iteration 2, after which a validation is due and no checkpoint.
     process = start(*command(tiny_model, stopped, *options, fault("on_after_backward", "pause", 1)), log=log)
-    interrupt(process, lambda: "--- made at" in log.read_text(), everyone=ranks == "FSDP2")
+    wait_for(lambda: "--- made at" in log.read_text(), process)
+    # To rank 0, or to all processes as a terminal does.
+    (os.killpg if ranks == "FSDP2" else os.kill)(process.pid, signal.SIGINT)
     assert process.wait(120) == 130, log.read_text()[-3000:]
     lines = log.read_text().splitlines()
     assert "rlt: interrupted: the run stops after this iteration. Again: it ends at once." in lines
@@ -82,43 +65,38 @@ def test_the_first_ctrl_c_writes_a_checkpoint_and_says_how_to_continue(
     assert not (stopped / "model").exists()
     assert metrics(stopped).keys() == {1, 2}
     assert not any("/val_" in name for name in metrics(stopped)[2])
-    run(*command(tiny_model, stopped, *options, "--resume=true"))
+    run_rlt(*command(tiny_model, stopped, *options, "--resume=true"))
     assert_equal(whole, stopped)
 
 
-@pytest.mark.parametrize("number", [full(signal.SIGTERM)])
-def test_a_signal_to_torchrun_writes_a_checkpoint_that_resumes(
-    number: int, tiny_model: str, tmp_path: Path
-) -> None:
+@pytest.mark.full
+def test_a_signal_to_torchrun_writes_a_checkpoint_that_resumes(tiny_model: str, tmp_path: Path) -> None:
     whole, stopped, log = tmp_path / "whole", tmp_path / "stopped", tmp_path / "log"
-    run(*command(tiny_model, whole, *RANKS["two ranks"]))
+    run_rlt(*command(tiny_model, whole, *RANKS["two ranks"]))
     pause = fault("on_after_backward", "pause", 1)
     words = command(tiny_model, stopped, *RANKS["two ranks"], pause)
-    with log.open("w") as file:  # its ranks are in sessions of their own: a terminal reaches torchrun alone
-        agent = subprocess.Popen(
-            [sys.executable, *TORCHRUN, "-m", "rlt_lightning", *words],
-            cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": path_of_tests()},
-            stdout=file,
-            stderr=file,
-        )
+    # Its ranks are in sessions of their own: a terminal reaches torchrun alone.
+    agent = start_fresh(
+        [sys.executable, *TORCHRUN, "-m", "rlt_lightning", *words], log, PYTHONPATH=path_of_tests()
+    )
     try:
         wait_until(lambda: "--- made at" in log.read_text(), 120)
-        agent.send_signal(number)
+        agent.send_signal(signal.SIGTERM)
         assert agent.wait(60) != 0
     finally:
         agent.kill()
     assert "The run stopped after iteration 2. " in log.read_text()
     assert (stopped / "checkpoints" / "step=000002.ckpt").is_dir()
-    run(*command(tiny_model, stopped, *RANKS["two ranks"], "--resume=true"))
+    run_rlt(*command(tiny_model, stopped, *RANKS["two ranks"], "--resume=true"))
     assert_equal(whole, stopped)
 
 
 def test_the_second_ctrl_c_ends_at_once(tiny_model: str, tmp_path: Path) -> None:
     log = tmp_path / "log"
     process = start(*command(tiny_model, tmp_path / "run", fault("on_after_backward", "hang", 1)), log=log)
-    interrupt(process, lambda: "--- made at" in log.read_text())
-    wait_until(lambda: "rlt: interrupted: the run stops after this iteration" in log.read_text())
+    wait_for(lambda: "--- made at" in log.read_text(), process)
+    os.kill(process.pid, signal.SIGINT)
+    wait_for(lambda: "rlt: interrupted: the run stops after this iteration" in log.read_text(), process)
     assert process.poll() is None
     os.kill(process.pid, signal.SIGINT)
     assert process.wait(30) == -signal.SIGINT
@@ -126,29 +104,25 @@ def test_the_second_ctrl_c_ends_at_once(tiny_model: str, tmp_path: Path) -> None
 
 def terminate_and_resume(model: str, folder: Path, strategy: str, signals: list[tuple[str, str]]) -> None:
     """Run to the end by one command, terminated once at each (moment, receiver); compare with a whole run."""
-    if strategy == "zero3" and find_spec("deepspeed") is None:
-        pytest.skip("needs the deepspeed extra")
     random, whole, stopped = Random(f"{strategy} {signals}"), folder / "whole", folder / "stopped"
     options = [*VALIDATED, *TWO, *STRATEGIES[strategy], "--checkpoint.every_n_train_steps=3"]
     if strategy == "ddp":  # while rank 0 samples, rank 1 waits in a collective
         options += ["--rollouts.engine=faults.SlowEngine", "--rollouts.engine.init_args.delay_s=0.5"]
     steps, log = 4 * len(signals) + 2, folder / "log"
-    run(*command(model, whole, *options, steps=steps))
+    run_rlt(*command(model, whole, *options, steps=steps))
     words = command(model, stopped, *options, "--resume=true", steps=steps)
     for moment, to in signals:
         log.write_text("")
-        begun = max(metrics(stopped), default=0) if (stopped / "metrics.csv").exists() else 0
+        begun = max(metrics(stopped), default=0)
         pause = [fault("on_validation_start", "pause", 1)] if moment == "validating" else []
         process = start(*words, *pause, log=log)
-        shown = {"sampling": "policy/loss=", "validating": "--- made at"}.get(moment)
-        if shown:
-            wait_for(lambda shown=shown: shown in log.read_text(), process, log)
-            time.sleep(random.uniform(0, 0.4))
-        elif moment == "writing":
-            wait_for(lambda: any((stopped / "checkpoints").glob("step=*.tmp")), process, log)
-        else:  # somewhere in an iteration, a validation or a checkpoint
-            wait_for(lambda: "policy/loss=" in log.read_text(), process, log)
-            time.sleep(random.uniform(0, 2.5))
+        if moment == "writing":
+            wait_for(lambda: any((stopped / "checkpoints").glob("step=*.tmp")), process)
+        else:
+            shown = "--- made at" if moment == "validating" else "policy/loss="
+            wait_for(lambda shown=shown: shown in log.read_text(), process)
+            # "any": somewhere in an iteration, a validation or a checkpoint.
+            time.sleep(random.uniform(0, 2.5 if moment == "any" else 0.4))
         sent_at = time.monotonic()
         send_sigterm(process, to, random)
         assert process.wait(120) == 143, log.read_text()[-3000:]
@@ -160,7 +134,7 @@ def terminate_and_resume(model: str, folder: Path, strategy: str, signals: list[
         assert len(told) == 1, log.read_text()[-3000:]
         assert (stopped / "checkpoints" / f"step={int(told[0]):06d}.ckpt").is_dir()
         assert int(told[0]) > begun
-    run(*words)
+    run_rlt(*words)
     assert_equal(whole, stopped)
 
 
@@ -190,15 +164,15 @@ def test_the_signal_of_slurm_queues_the_job_again(tiny_model: str, tmp_path: Pat
     job = {"JOB_ID": "7", "NTASKS": "1", "PROCID": "0", "LOCALID": "0", "NODEID": "0"}
     environment = {f"SLURM_{name}": value for name, value in job.items()}
     environment["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
-    run(*command(tiny_model, whole, steps=3))
+    run_rlt(*command(tiny_model, whole, steps=3))
     pause = fault("on_after_backward", "pause", 1)
     process = start(*command(tiny_model, stopped, pause, steps=3), log=log, **environment)
-    wait_for(lambda: "--- made at" in log.read_text(), process, log)
+    wait_for(lambda: "--- made at" in log.read_text(), process)
     os.kill(process.pid, signal.SIGUSR1)
     os.kill(process.pid, signal.SIGTERM)  # the time is over before the iteration
     assert process.wait(60) == 143, log.read_text()
     assert (tmp_path / "requeued").read_text() == "step=000002.ckpt\nrequeue 7\n"
-    run(*command(tiny_model, stopped, "--resume=true", steps=3))
+    run_rlt(*command(tiny_model, stopped, "--resume=true", steps=3))
     assert_equal(whole, stopped)
 
 
@@ -213,11 +187,11 @@ def test_sigterm_does_not_wait_for_workers_that_ended(
         options = [*RANKS[ranks], *sampled_by(worker.url)]
         pause = fault("on_train_batch_start", "pause", 2)
         process = start(*command(tiny_model, folder, *options, pause), log=log)
-        wait_for(lambda: "--- made at" in log.read_text(), process, log)
+        wait_for(lambda: "--- made at" in log.read_text(), process)
         if first == "signal":
             os.killpg(process.pid, signal.SIGTERM)
     if first == "loss":
-        wait_for(lambda: "Lost vLLM worker" in log.read_text(), process, log)
+        wait_for(lambda: "Lost vLLM worker" in log.read_text(), process)
         os.killpg(process.pid, signal.SIGTERM)
     assert process.wait(60) == 143, log.read_text()  # it would wait 10 minutes for the worker to come back
     assert "this run was terminated" in log.read_text()

@@ -5,11 +5,8 @@ The long version, 10 kills each: python -m pytest -m slow tests/integration/test
 
 from __future__ import annotations
 
-import csv
-import json
 import signal
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -18,8 +15,8 @@ import pytest
 from cases import slow
 from commands import Running, start
 from compared import largest_difference
-from fits import explanation, metrics, weights
-from kills import kill, wait_for
+from fits import explanation, metrics, read_metrics, small_fit, weights
+from kills import fault, kill, wait_for
 
 PHASES = ("generate", "push", "score", "train")
 OPTIONS = {
@@ -30,19 +27,21 @@ OPTIONS = {
 
 def fit(model: str, folder: Path, strategy: str, num_steps: int, *options: str) -> Running:
     """Start the one command that begins a run and resumes it."""
-    command = ["fit", "--config=tests/rlt.yaml"]
-    command += [f"--model.teacher={model}", f"--model.student={model}", "--model.group_size=2"]
-    command += ["--model.optimizer.lr=1e-3", "--data.num_embedded_rows=10"]
-    command += ["--rollouts.sampling.max_completion_length=6", f"--trainer.max_steps={num_steps}"]
-    command += ["--trainer.callbacks.init_args.every_n_steps=2", *OPTIONS[strategy]]
-    command += [f"--output_dir={folder}", "--resume=true", *options]
-    return start(*command, log=folder.with_suffix(".log"))
+    short = ["--rollouts.sampling.max_completion_length=6", f"--trainer.max_steps={num_steps}"]
+    short += ["--trainer.callbacks.init_args.every_n_steps=2", *OPTIONS[strategy], "--resume=true"]
+    return start(*small_fit(model, folder, *short, *options), log=folder.with_suffix(".log"))
+
+
+def finish(model: str, folder: Path, strategy: str, num_steps: int, *options: str) -> None:
+    """Run it to its end."""
+    run = fit(model, folder, strategy, num_steps, *options)
+    assert run.wait(900) == 0, run.stderr[-3000:]
 
 
 def step_seconds(run: Path) -> float:
     """How long a step of a finished run took, the middle one of all."""
-    with open(run / "metrics.csv", newline="") as file:
-        return median(sum(float(row[f"perf/{name}_s"]) for name in PHASES) for row in csv.DictReader(file))
+    rows = read_metrics(run).values()
+    return median(sum(row[f"perf/{name}_s"] for name in PHASES) for row in rows)
 
 
 def kill_and_resume(
@@ -65,9 +64,9 @@ def kill_and_resume(
         if moment == "loading":
             time.sleep(random.uniform(0, 1))
         else:
-            wait_for(lambda before=before: bool(finished() - before), run, folder.with_suffix(".log"))
+            wait_for(lambda before=before: bool(finished() - before), run)
         if moment == "writing":
-            wait_for(lambda: any(checkpoints.glob("step=*.tmp")), run, folder.with_suffix(".log"))
+            wait_for(lambda: any(checkpoints.glob("step=*.tmp")), run)
             time.sleep(random.uniform(0, 0.03))
         elif moment == "step":  # somewhere in sampling, scoring, training
             time.sleep(random.uniform(0, step_s))
@@ -75,8 +74,7 @@ def kill_and_resume(
         left = sorted(path.name for path in checkpoints.glob("*")) if checkpoints.exists() else []
         num_half_written += any(name.endswith((".tmp", ".old")) for name in left)
         print(f"killed {victim} in {moment}, all gone after {gone_s:.1f} s, left {left}")
-    run = fit(model, folder, strategy, num_steps)
-    assert run.wait(900) == 0, folder.with_suffix(".log").read_text()[-3000:]
+    finish(model, folder, strategy, num_steps)
     print(f"figure: {num_half_written} of {len(kills)} kills left a half written or half deleted checkpoint")
 
 
@@ -94,21 +92,15 @@ def assert_nothing_was_lost(whole: Path, killed: Path, num_steps: int) -> None:
 
 
 def compare(model: str, folder: Path, strategy: str, kills: list[tuple[str, str]], num_steps: int) -> None:
-    if strategy == "zero3" and find_spec("deepspeed") is None:
-        pytest.skip("needs the deepspeed extra")
     whole, killed = folder / "whole", folder / "killed"
-    run = fit(model, whole, strategy, num_steps)
-    assert run.wait(900) == 0, whole.with_suffix(".log").read_text()[-3000:]
+    finish(model, whole, strategy, num_steps)
     kill_and_resume(model, killed, strategy, kills, num_steps, step_seconds(whole))
     assert_nothing_was_lost(whole, killed, num_steps)
 
 
 @pytest.mark.parametrize(
     ("strategy", "kills"),
-    [
-        ("single", [("writing", "all"), ("step", "all")]),
-        slow("zero3", [("written", "rank 1")]),
-    ],
+    [("single", [("writing", "all"), ("step", "all")]), slow("zero3", [("written", "rank 1")])],
 )
 def test_killed_and_resumed_equals_not_stopping(
     strategy: str, kills: list[tuple[str, str]], tiny_model: str, tmp_path: Path
@@ -116,17 +108,20 @@ def test_killed_and_resumed_equals_not_stopping(
     compare(tiny_model, tmp_path, strategy, kills, num_steps=8)
 
 
+def kill_at(model: str, folder: Path, steps: int, killing: str, *options: str) -> tuple[Path, Path]:
+    """Make a run, and one that kills itself and is resumed; return their folders."""
+    whole, killed = folder / "whole", folder / "killed"
+    finish(model, whole, "single", steps, *options)
+    assert fit(model, killed, "single", steps, *options, killing).wait() == -signal.SIGKILL
+    assert not (killed / "model").exists()
+    finish(model, killed, "single", steps, *options)
+    return whole, killed
+
+
 @pytest.mark.full
 def test_killed_after_the_last_checkpoint_equals_not_stopping(tiny_model: str, tmp_path: Path) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert fit(tiny_model, whole, "single", 2).wait() == 0, whole.with_suffix(".log").read_text()
-    fault = {"rank": 0, "hook": "on_train_end", "kind": "kill", "step": 2}  # before the model is written
-    callback = json.dumps({"class_path": "faults.Fault", "init_args": fault})
-    run = fit(tiny_model, killed, "single", 2, f"--trainer.callbacks+={callback}")
-    assert run.wait() == -signal.SIGKILL
-    assert not (killed / "model").exists()
-    assert fit(tiny_model, killed, "single", 2).wait() == 0, killed.with_suffix(".log").read_text()
-    assert_nothing_was_lost(whole, killed, 2)
+    # Before the model is written.
+    assert_nothing_was_lost(*kill_at(tiny_model, tmp_path, 2, fault("on_train_end", "kill", 2)), 2)
 
 
 @pytest.mark.slow
@@ -144,15 +139,9 @@ def test_killed_ten_times_and_resumed_equals_not_stopping(
 
 @pytest.mark.full
 def test_a_killed_validation_loses_only_its_values(tiny_model: str, tmp_path: Path) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
     options = ["--data.val_rows=2", "--trainer.val_check_interval=1", "--checkpoint.every_n_train_steps=1"]
-    assert fit(tiny_model, whole, "single", 3, *options).wait() == 0, whole.with_suffix(".log").read_text()
-    fault = {"rank": 0, "hook": "on_validation_batch_end", "kind": "kill", "step": 2}
-    callback = json.dumps({"class_path": "faults.Fault", "init_args": fault})
-    run = fit(tiny_model, killed, "single", 3, *options, f"--trainer.callbacks+={callback}")
-    assert run.wait() == -signal.SIGKILL
-    assert fit(tiny_model, killed, "single", 3, *options).wait() == 0, killed.with_suffix(".log").read_text()
-    expected, found = metrics(whole), metrics(killed)
+    killing = fault("on_validation_batch_end", "kill", 2)
+    expected, found = map(metrics, kill_at(tiny_model, tmp_path, 3, killing, *options))
     lost = {name for name in expected[2] if "val_" in name}
     assert lost
     assert not lost & found[2].keys()

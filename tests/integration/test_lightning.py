@@ -15,7 +15,7 @@ import lightning
 import pytest
 import torch
 import yaml
-from commands import ROOT, python, rlt
+from commands import ROOT, rlt, run_python, run_rlt
 from fits import assert_one_clear_line, metrics
 from hooks import EveryHook
 from lightning.pytorch import Callback
@@ -69,8 +69,7 @@ def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bo
 
 @pytest.mark.docs
 def test_the_page_trains_with_an_unmodified_trainer(tmp_path: Path) -> None:
-    done = python(PLAIN, tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = run_python(PLAIN, tmp_path)
     assert "reward/val_mean" in done.stdout
     assert (tmp_path / "model" / "model.safetensors").exists()
 
@@ -171,8 +170,7 @@ def test_two_ranks_weigh_what_callbacks_log(tmp_path: Path) -> None:
     options += ["--trainer.max_steps=2", "--trainer.val_check_interval=2", "--trainer.devices=2"]
     options += ["--data.prompts_per_step=2", "--trainer.callbacks+=hooks.EveryHook"]
     options += ["--rollouts.sampling.max_completion_length=8", "--model.group_size=2"]
-    run = rlt("fit", "--config=laptop/rlt", *options, f"--output_dir={tmp_path / 'run'}")
-    assert run.returncode == 0, run.stderr
+    run = run_rlt("fit", "--config=laptop/rlt", *options, f"--output_dir={tmp_path / 'run'}")
     assert "batch_size" not in run.stderr
     [*_, last] = metrics(tmp_path / "run").values()
     assert last["hooks/on_validation_batch_end/first"] == pytest.approx(2 / 3)
@@ -213,11 +211,10 @@ def test_a_named_optimizer_trains_and_resumes_exactly(tmp_path: Path) -> None:
     options += ["--lr_scheduler=CosineAnnealingLR", "--lr_scheduler.T_max=4", "--data.num_embedded_rows=16"]
     options += ["--data.prompts_per_step=2", "--checkpoint.every_n_train_steps=1"]
     for folder, steps in (("whole", 3), ("part", 2), ("part", 3)):
-        run = rlt(
+        run_rlt(
             *("fit", *options, f"--trainer.max_steps={steps}", "--resume=true"),
             f"--output_dir={tmp_path / folder}",
         )
-        assert run.returncode == 0, run.stderr
     rates = [row["policy/lr"] for row in metrics(tmp_path / "part").values()]
     assert rates == pytest.approx([1e-3 * (1 + math.cos(math.pi * step / 4)) / 2 for step in range(3)])
     assert equal(exported(tmp_path / "part"), exported(tmp_path / "whole"))

@@ -10,14 +10,10 @@ from typing import Any
 
 import pytest
 from bespoke import ROWS, bespoke, rows_of, stage_4, student, trained_prompts, write  # noqa: F401
-from commands import rlt
+from commands import rlt, run_rlt
 from transformers import AutoTokenizer
 
-from rlt_lightning.datamodules import (
-    EvaluationDataModule,
-    StudentSFTData,
-    TeacherRLData,
-)
+from rlt_lightning.datamodules import EvaluationDataModule, StudentSFTData, TeacherRLData
 from rlt_lightning.datamodules.format_choice import FormatOptions, choose_format
 from rlt_lightning.datamodules.formats import ChatFormat, encode
 from rlt_lightning.models.format import (
@@ -64,10 +60,7 @@ def evaluated_prompts(questions: str, model: str, **options: Any) -> dict[str, l
 
 
 def test_later_stages_ask_in_the_format_of_stage_4(
-    student: tuple[Path, str],
-    bespoke: str,
-    tiny_model: str,
-    tmp_path: Path,
+    student: tuple[Path, str], bespoke: str, tiny_model: str, tmp_path: Path
 ) -> None:
     run, _ = student
     expected = trained_prompts(bespoke, tiny_model)
@@ -89,8 +82,7 @@ def test_later_stages_ask_in_the_format_of_stage_4(
         "--rollouts.sampling.max_completion_length=4",
         "--trainer.accelerator=cpu",
     ]
-    result = rlt(*words, sets, *settings, f"--output_dir={tmp_path / 'test'}")
-    assert result.returncode == 0, result.stderr
+    result = run_rlt(*words, sets, *settings, f"--output_dir={tmp_path / 'test'}")
     assert "does not record the format" not in result.stderr
     prompt = json.loads((tmp_path / "test/evaluation.json").read_text())["sets"]["own"]["prompt"]
     assert encode(load_tokenizer(tiny_model), prompt) == next(iter(expected.values()))

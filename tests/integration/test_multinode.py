@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import signal
@@ -15,44 +14,46 @@ import commands
 import lightning.pytorch
 import psutil
 import pytest
-from commands import ROOT, path_of_tests, rlt, wait_until
+from commands import path_of_tests, rlt, run_rlt, start_fresh, wait_until
 from compared import largest_difference
-from nodes import options, two_nodes
+from fits import metrics
+from kills import fault
+from launchers import two_nodes
 from safetensors.torch import load_file
 
 from rlt_lightning import RLTModule, TeacherRLData
 from rlt_lightning.engines.launch import find_free_port
 
 
-def finish(processes: list[subprocess.Popen[str]]) -> list[str]:
-    """Wait for all nodes; if one hangs, no process survives."""
-    outputs = []
+def options(model: str, *overlays: str) -> list[str]:
+    return [
+        *("--config=tests/rlt.yaml", *(f"--config=hardware/{name}" for name in overlays)),
+        *(f"--model.teacher={model}", f"--model.student={model}", "--data.num_embedded_rows=8"),
+        *("--rollouts.sampling.max_completion_length=16", "--trainer.devices=1"),
+    ]
+
+
+def finish(folder: Path, *processes: subprocess.Popen[bytes], status: int = 0) -> str:
+    """Wait for all nodes, and return what they print; if one hangs, no process survives."""
     try:
-        outputs = [process.communicate(timeout=commands.longest_s)[0] for process in processes]
+        statuses = [process.wait(timeout=commands.longest_s) for process in processes]
     finally:
         for process in processes:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-    return outputs
+    output = (folder / "log").read_text()
+    assert statuses == [status] * len(processes), output[-3000:]
+    return output
 
 
-def begin(command: list[str], **environment: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+def begin(folder: Path, command: list[str], **environment: str) -> subprocess.Popen[bytes]:
+    return start_fresh(command, folder / "log", OMP_NUM_THREADS="1", **environment)
 
 
 @pytest.fixture(scope="module")
 def alone(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("alone") / "run"
-    result = rlt("fit", *options(tiny_model), "--trainer.max_steps=3", f"--output_dir={run}")
-    assert result.returncode == 0, result.stderr
+    run_rlt("fit", *options(tiny_model), "--trainer.max_steps=3", f"--output_dir={run}")
     return run
 
 
@@ -72,14 +73,10 @@ def assert_as_alone(run: Path, alone: Path) -> None:
 def test_torchrun_on_two_nodes_trains_as_one_process_does(
     strategy: str, alone: Path, tiny_model: str, tmp_path: Path
 ) -> None:
-    if strategy == "zero3":
-        pytest.importorskip("deepspeed")
     command = [sys.executable, "-m", "torch.distributed.run", *two_nodes()]
     train = ["-m", "rlt_lightning", "fit", *options(tiny_model, strategy, "multinode")]
     train += ["--trainer.max_steps=3", f"--output_dir={tmp_path / 'run'}"]
-    nodes = [begin([*command, *train]) for _ in range(2)]
-    outputs = finish(nodes)
-    assert [node.returncode for node in nodes] == [0, 0], "".join(outputs)[-3000:]
+    finish(tmp_path, *(begin(tmp_path, [*command, *train]) for _ in range(2)))
     assert_as_alone(tmp_path / "run", alone)
 
 
@@ -88,8 +85,7 @@ def test_two_pods_train_as_one_process_does(alone: Path, tiny_model: str, tmp_pa
     train = [sys.executable, "-m", "rlt_lightning", "fit", *options(tiny_model, "fsdp2", "multinode")]
     train += ["--trainer.max_steps=3", f"--output_dir={tmp_path / 'run'}"]
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port()), "WORLD_SIZE": "2"}
-    outputs = finish(pods := [begin(train, RANK=str(rank), **meeting) for rank in range(2)])
-    assert [pod.returncode for pod in pods] == [0, 0], "".join(outputs)[-3000:]
+    finish(tmp_path, *(begin(tmp_path, train, RANK=rank, **meeting) for rank in ("0", "1")))
     assert_as_alone(tmp_path / "run", alone)
 
 
@@ -106,7 +102,7 @@ exit $status
 """
 
 
-def submit(folder: Path, *words: str, restarts: int = 0) -> subprocess.Popen[str]:
+def submit(folder: Path, *words: str, restarts: int) -> subprocess.Popen[bytes]:
     """Run scripts/slurm.sh as sbatch would on two nodes."""
     rlt = folder / "rlt"
     rlt.write_text(f'#!/bin/sh\nexec {sys.executable} -m rlt_lightning "$@"\n')
@@ -126,7 +122,7 @@ def submit(folder: Path, *words: str, restarts: int = 0) -> subprocess.Popen[str
         "MASTER_PORT": str(find_free_port()),
     }
     path = f"{folder}:{os.environ['PATH']}"
-    return begin(["bash", "scripts/slurm.sh", *words], PATH=path, **environment)
+    return begin(folder, ["bash", "scripts/slurm.sh", *words], PATH=path, **environment)
 
 
 @pytest.mark.slow
@@ -137,30 +133,19 @@ def test_a_slurm_job_trains_as_one_process_does_also_after_a_requeue(
     run.mkdir()
     (run / "config.yaml").touch()  # the job was requeued before its first checkpoint
     words = [*options(tiny_model, "fsdp2", "multinode"), "--trainer.max_steps=3"]
-    pause = {"rank": 0, "hook": "on_after_backward", "kind": "pause", "step": 1}
-    callback = json.dumps({"class_path": "faults.Fault", "init_args": pause})
-    job = submit(tmp_path, *words, f"--trainer.callbacks+={callback}", restarts=1)
-    wait_until(lambda: job.poll() is not None or "1" in steps(run), 300)
+    job = submit(tmp_path, *words, fault("on_after_backward", "pause"), restarts=1)
+    wait_until(lambda: job.poll() is not None or 1 in metrics(run), 300)
     # As SLURM does before the time limit: to all tasks, and to nothing else.
     for process in psutil.Process(job.pid).children(recursive=True):
         if "rlt_lightning" in process.cmdline():
             process.send_signal(signal.SIGUSR1)
-    [output] = finish([job])
-    assert job.returncode == 143, output[-3000:]
+    output = finish(tmp_path, job, status=143)
     assert (tmp_path / "scontrol.log").read_text() == "requeue 424242\n"
     assert (run / "checkpoints" / "step=000002.ckpt").is_dir(), output[-3000:]
-    job = submit(tmp_path, *words, restarts=2)
-    [output] = finish([job])
-    assert job.returncode == 0, output[-3000:]
+    output = finish(tmp_path, submit(tmp_path, *words, restarts=2))
     assert "Done" in output, output[-3000:]
-    assert steps(run) == ["1", "2", "3"]
+    assert [*metrics(run)] == [1, 2, 3]
     assert_as_alone(run, alone)
-
-
-def steps(run: Path) -> list[str]:
-    """The iterations that metrics.csv has."""
-    path = run / "metrics.csv"
-    return [row["step"] for row in csv.DictReader(path.open())] if path.exists() else []
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

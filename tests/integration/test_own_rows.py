@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -11,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from commands import ROOT, living, make_forked_python, rlt
-from rows_of import read
+from commands import ROOT, living, make_forked_python, run_rlt, start_fresh
+from rows_of import read, write
 
 from rlt_lightning import Teacher
 from rlt_lightning.callbacks import RolloutCallback
@@ -36,8 +35,7 @@ def write_chains(path: Path, number: int, has_traces: bool = False) -> Path:
     """Write rows as most people have them: a question and a solution."""
     names = ["question", "solution", *(["reasoning_trace"] if has_traces else [])]
     rows = ({name: row[name] for name in names} for row in chain_rows(number, seed=7))
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write(path, rows)
 
 
 # Stage 0
@@ -62,8 +60,7 @@ def explained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("explained")
     source = write_chains(folder / "rows.jsonl", 24)
     words = (f"--data.source={source}", "--rollouts.num_traces=4", f"--output_dir={folder / 'run'}")
-    result = rlt("predict", "--config=laptop/explain", *words)
-    assert result.returncode == 0, result.stderr
+    result = run_rlt("predict", "--config=laptop/explain", *words)
     assert "of 24 problems have no trace from which a student can learn" in result.stderr
     return folder / "run"
 
@@ -93,15 +90,11 @@ class Ladder:
         (folder / "rlt").write_text(f'#!/bin/sh\nexec "{python}" -m rlt_lightning "$@"\n')
         (folder / "rlt").chmod(0o755)
         self.folder = folder
-        self.environment = os.environ | TINY | {"PATH": f"{folder}:{os.environ['PATH']}"} | variables
+        self.environment = TINY | {"PATH": f"{folder}:{os.environ['PATH']}"} | variables
 
     def start(self, run: str, log: Path, **variables: str) -> subprocess.Popen[bytes]:
         words = [str(ROOT / "examples/own_rows.sh"), "rows.jsonl", run]
-        environment = self.environment | variables
-        with log.open("wb") as file:
-            return subprocess.Popen(
-                words, cwd=self.folder, env=environment, stdout=file, stderr=file, start_new_session=True
-            )
+        return start_fresh(words, log, self.folder, **self.environment | variables)
 
     def climb(self, run: str, **variables: str) -> Path:
         """Run the script to its end, and return its folder."""

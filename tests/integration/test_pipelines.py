@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import rlt
+from commands import rlt, run_rlt
 from fits import assert_one_clear_line
-from lightning.pytorch import Trainer
-from rows_of import read
-from sampling import numbered
+from rows_of import read, write
+from sampling import Scripted
+from trainers import bare_trainer
 
 from rlt_lightning.callbacks import DistillationWriter, RolloutCallback
-from rlt_lightning.datamodules import (
-    StratosDataModule,
-    StudentRLData,
-    StudentSFTData,
-)
+from rlt_lightning.datamodules import StudentRLData, StudentSFTData
 from rlt_lightning.datamodules.rows import split_response
-from rlt_lightning.engines import HFEngine, SampleRequest, Sampling
+from rlt_lightning.engines import SampleRequest, Sampling
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.rewards import CorrectnessReward
 from rlt_lightning.tags import R1
@@ -45,8 +39,7 @@ def rejection(folder: Path, *options: str) -> list[str]:
 @pytest.fixture(scope="module")
 def answered(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("answered") / "run"
-    result = rlt(*rejection(folder))
-    assert result.returncode == 0, result.stderr
+    result = run_rlt(*rejection(folder))
     assert "Next: rlt fit --config" in result.stdout
     assert "--config laptop/sft " in result.stdout
     assert "--model.pretrained" not in result.stdout  # the miniature, as that config has it
@@ -85,57 +78,26 @@ def test_kept_answers_are_right(answered: Path) -> None:
 def test_stage_4_learns_the_sampled_turn(answered: Path, miniature: str) -> None:
     kept = read(answered / "distillation.jsonl")
     for columns in (("question", "solution", "reasoning_trace"), ("system", "conversations")):
-        source = answered.parent / f"{columns[0]}.jsonl"
-        source.write_text("".join(json.dumps({name: row[name] for name in columns}) + "\n" for row in kept))
-        data = student_data(source, miniature)
+        rows = [{name: row[name] for name in columns} for row in kept]
+        source = str(write(answered.parent / f"{columns[0]}.jsonl", rows))
+        options: dict[str, Any] = {"prompts_per_step": 1, "tags": "r1", "student_system_prompt": ""}
+        data = StudentSFTData(source, tokenizer=miniature, **options)
+        data.setup("fit")
         for example, row in zip(data.items, kept, strict=True):
             assert len(example.token_ids) == row["student_tokens"]
-            turn = (
-                f"<think>\n{row['reasoning_trace']}\n</think>\n\n<solution>\n{row['solution']}\n</solution>"
-            )
-            assert turn in data.format.tokenizer.decode(example.token_ids)
-
-
-class Scripted(HFEngine):
-    """Write given answers, a problem's one after another."""
-
-    def __init__(self, answers: dict[str, list[str]]) -> None:
-        super().__init__()
-        self.answers = answers  # by question
-
-    def sample(
-        self, requests: Sequence[SampleRequest], sampling: Sampling, stop: str
-    ) -> Iterator[tuple[int, Completion]]:
-        groups = []
-        for request in requests:
-            seed = request.seed
-            text = self.tokenizer.decode(request.prompt)
-            [answers] = [answers for question, answers in self.answers.items() if question in text]
-            ids = [self.tokenizer(answer, add_special_tokens=False)["input_ids"] for answer in answers]
-            eos = self.tokenizer.eos_token_id
-            groups.append([Completion([*some, eos], None, "eos", seed) for some in ids])
-            # An answer that says so was cut off.
-            for i, answer in enumerate(answers):
-                if answer.endswith("..."):
-                    groups[-1][i] = Completion(ids[i], None, "length", seed)
-        yield from numbered(groups)
+            text = data.format.tokenizer.decode(example.token_ids)
+            assert turn(row["reasoning_trace"], row["solution"]) in text
 
 
 def turn(thought: str, solution: str) -> str:
     return f"<think>\n{thought}\n</think>\n\n<solution>\n{solution}\n</solution>"
 
 
-@pytest.mark.parametrize("source", ["chains"])
-def test_every_answer_is_counted_once_by_what_it_is(source: str, tiny_model: str, tmp_path: Path) -> None:
-    data = StudentRLData(
-        source,
-        tokenizer=tiny_model,
-        num_embedded_rows=3,
-        tags="r1",
-        student_context=200,
-        prompts_per_step=2,
-    )
+def test_every_answer_is_counted_once_by_what_it_is(tiny_model: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"num_embedded_rows": 3, "student_context": 200, "prompts_per_step": 2}
+    data = StudentRLData("chains", tokenizer=tiny_model, tags="r1", **options)
     data.setup("predict")
+    tokenizer = data.format.tokenizer
     questions = [(p.question, p.columns["answer"]) for p in data.problems]
     right = [turn("Add.", f"\\boxed{{{answer}}}") for _, answer in questions]
     answers = {
@@ -143,10 +105,21 @@ def test_every_answer_is_counted_once_by_what_it_is(source: str, tiny_model: str
         questions[1][0]: [turn("No.", "\\boxed{-1}"), f"\\boxed{{{questions[1][1]}}}", right[1] + "..."],
         questions[2][0]: [right[2].replace("Add", "word " * 300), right[2] + right[2], turn("", right[2])],
     }
-    callbacks = [RolloutCallback(Scripted(answers), SHORT, num_traces=3), DistillationWriter("all")]
+
+    def write_answers(request: SampleRequest) -> list[Completion]:
+        text = tokenizer.decode(request.prompt)
+        [texts] = [texts for question, texts in answers.items() if question in text]
+        ids = [tokenizer(answer, add_special_tokens=False)["input_ids"] for answer in texts]
+        return [
+            Completion(ids[i], None, "length", request.seed)
+            if answer.endswith("...")  # it was cut off
+            else Completion([*ids[i], tokenizer.eos_token_id], None, "eos", request.seed)
+            for i, answer in enumerate(texts)
+        ]
+
+    rollouts = RolloutCallback(Scripted(write_answers), SHORT, num_traces=3)
     module = RLTModule(tiny_model, None, reward=CorrectnessReward())
-    trainer = Trainer(accelerator="cpu", logger=False, default_root_dir=tmp_path, callbacks=callbacks)
-    trainer.predict(module, datamodule=data)
+    bare_trainer(tmp_path, rollouts, DistillationWriter("all")).predict(module, datamodule=data)
     kept = read(tmp_path / "distillation.jsonl")
     assert [(row["row"], row["trace"]) for row in kept] == [(1, 0), (1, 1), (1, 2)]
     for row in kept:
@@ -159,33 +132,9 @@ def test_every_answer_is_counted_once_by_what_it_is(source: str, tiny_model: str
     assert [row["pass_rate"] for row in rows][::3] == [1, 2 / 3, 1]
 
 
-def test_selections_of_answers_take_what_they_say() -> None:
-    lengths = {1: [9, 7, 8, 7], 2: [5]}
-    rows = [
-        {"row": row, "trace": i, "student_tokens": length, "reward": 1.0, "fits": True}
-        for row, some in lengths.items()
-        for i, length in enumerate(some)
-    ]
-
-    def chosen(*options: Any) -> list[tuple[int, int]]:
-        return [(row["row"], row["trace"]) for row in DistillationWriter(*options).select_traces(rows)]
-
-    assert chosen("first", 2) == [(1, 0), (1, 1), (2, 0)]
-    assert chosen("shortest") == [(1, 1), (2, 0)]
-    assert chosen("shortest", 3) == [(1, 1), (1, 3), (1, 2), (2, 0)]
-    assert chosen("all") == [(1, 0), (1, 1), (1, 2), (1, 3), (2, 0)]
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (["--rollouts.max_resamples=2"], "rollouts.max_resamples must be 0, since pass_rate counts every"),
-    ],
-)
-def test_what_does_not_go_together_is_one_clear_line(
-    options: list[str], expected: str, tmp_path: Path
-) -> None:
-    assert_one_clear_line(rlt(*rejection(tmp_path / "run", *options)), expected)
+def test_resamples_of_answers_are_refused(tmp_path: Path) -> None:
+    refused = rlt(*rejection(tmp_path / "run", "--rollouts.max_resamples=2"))
+    assert_one_clear_line(refused, "rollouts.max_resamples must be 0, since pass_rate counts every")
 
 
 def test_a_set_without_a_right_answer_is_refused_and_its_answers_stay(tmp_path: Path) -> None:
@@ -199,8 +148,7 @@ def test_a_set_without_a_right_answer_is_refused_and_its_answers_stay(tmp_path: 
 
 def test_a_reward_without_verdicts_keeps_no_answers(tiny_model: str, tmp_path: Path) -> None:
     data = StudentRLData(tokenizer=tiny_model, num_embedded_rows=2)
-    callbacks = [RolloutCallback(sampling=SHORT), DistillationWriter()]
-    trainer = Trainer(accelerator="cpu", logger=False, default_root_dir=tmp_path, callbacks=callbacks)
+    trainer = bare_trainer(tmp_path, RolloutCallback(sampling=SHORT), DistillationWriter())
     with pytest.raises(InputError, match="must be CorrectnessReward, but is NoReward"):
         trainer.predict(RLTModule(tiny_model, None, reward=NoReward()), datamodule=data)
 
@@ -210,11 +158,3 @@ def test_a_response_with_a_second_tag_is_not_split() -> None:
     assert split_response(turn("Hm.</solution>", "2"), R1) is None
     assert split_response(turn("Hm.", "2") + turn("Hm.", "3"), R1) is None
     assert split_response(turn("<|end_of_thought|>", "2"), R1) is None
-
-
-def student_data(source: Path | str, model: str, **options: Any) -> StratosDataModule:
-    settings: dict[str, Any] = {"prompts_per_step": 1, "tags": "r1", "student_system_prompt": ""} | options
-    kind = settings.pop("kind", StudentSFTData)
-    data = kind(str(source), tokenizer=model, **settings)
-    data.setup("fit")
-    return data

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -11,11 +10,11 @@ from random import Random
 
 import pytest
 from cases import full
-from commands import rlt, start, wait_until
+from commands import rlt, run_rlt, start, wait_until
 from fake_worker import worker_of
 from fits import assert_one_clear_line
-from gpqa import write
 from kills import processes, send_sigterm, wait_for
+from rows_of import read, write
 
 # Explanations of the pretrained teacher, of which some are too long for the student and sampled again. Of
 # batches of 2, 2, 2 and 1 problems two processes have two each, and the third of three has one and a spare.
@@ -43,8 +42,7 @@ RANKS = {
 
 
 def predict(folder: Path, *options: str) -> Path:
-    result = rlt(*options, f"--output_dir={folder}")
-    assert result.returncode == 0, result.stderr
+    run_rlt(*options, f"--output_dir={folder}")
     return folder
 
 
@@ -60,7 +58,7 @@ def generated(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_some_traces_were_sampled_again(generated: Path) -> None:
-    rows = [json.loads(line) for line in (generated / "traces.jsonl").open()]
+    rows = read(generated / "traces.jsonl")
     assert {row["row"]: row["fits"] for row in rows}.keys() == set(range(1, 8))
     seeds = {(row["row"], row["seed"]) for row in rows}
     assert 7 < len(seeds) < 14
@@ -80,7 +78,7 @@ def test_a_killed_run_goes_on_with_its_first_unfinished_batch(
     folder = tmp_path / "run"
     run = start(*GENERATE, *RANKS[ranks], f"--output_dir={folder}")
     traces = folder / "traces.jsonl"
-    wait_until(lambda: (traces.exists() and traces.stat().st_size > 0) or run.poll() is not None)
+    wait_for(lambda: traces.exists() and traces.stat().st_size > 0, run)
     run.killpg()
     run.wait()
     # As if the kill had come within a write: of the second batch one problem is there, and half of another.
@@ -91,33 +89,31 @@ def test_a_killed_run_goes_on_with_its_first_unfinished_batch(
 
 
 @pytest.mark.parametrize(
-    ("ranks", "to"),
-    [("ddp", "the group"), full("fsdp2", "rank 0"), full("zero3", "the group twice")],
+    ("ranks", "to", "status"),
+    [
+        ("ddp", "the group", 143),
+        full("fsdp2", "rank 0", 143),
+        full("zero3", "the group twice", 143),
+        full("one", "Ctrl-C", 130),
+        full("ddp", "Ctrl-C", 130),
+    ],
 )
-def test_sigterm_ends_all_ranks_at_once_and_keeps_rows(
-    ranks: str, to: str, generated: Path, tmp_path: Path
+def test_signals_end_all_ranks_and_keep_rows(
+    ranks: str, to: str, status: int, generated: Path, tmp_path: Path
 ) -> None:
     folder, log = tmp_path / "run", tmp_path / "log"
-    run = start(*GENERATE, *RANKS[ranks], f"--output_dir={folder}", log=log)
-    wait_for(lambda: (folder / "traces.jsonl").exists(), run, log)
-    send_sigterm(run, to, Random(0))
-    assert run.wait(30) == 143, log.read_text()
+    words = [*GENERATE, *RANKS.get(ranks, ()), f"--output_dir={folder}"]
+    run = start(*words, log=log)
+    wait_for(lambda: (folder / "traces.jsonl").exists(), run)
+    if to == "Ctrl-C":
+        os.killpg(run.pid, signal.SIGINT)
+    else:
+        send_sigterm(run, to, Random(0))
+    assert run.wait(30) == status, log.read_text()
     wait_until(lambda: not processes(run))
-    assert log.read_text().count("rlt: terminated. Rows that are written are kept.") == 1
-    predict(folder, *GENERATE, *RANKS[ranks], "--resume=true")
-    assert read_files(folder) == read_files(generated)
-
-
-@pytest.mark.parametrize("ranks", [full("one"), full("ddp")])
-def test_ctrl_c_ends_a_prediction_and_keeps_rows(ranks: str, generated: Path, tmp_path: Path) -> None:
-    folder, log = tmp_path / "run", tmp_path / "log"
-    words = [*GENERATE, *RANKS.get(ranks, ())]
-    run = start(*words, f"--output_dir={folder}", log=log)
-    wait_for(lambda: (folder / "traces.jsonl").exists(), run, log)
-    os.killpg(run.pid, signal.SIGINT)
-    assert run.wait(30) == 130, log.read_text()
-    assert log.read_text().count("rlt: interrupted. Rows that are written are kept.") == 1
-    predict(folder, *words, "--resume=true")
+    ended = "interrupted" if to == "Ctrl-C" else "terminated"
+    assert log.read_text().count(f"rlt: {ended}. Rows that are written are kept.") == 1
+    run_rlt(*words, "--resume=true")
     assert read_files(folder) == read_files(generated)
 
 
@@ -133,10 +129,10 @@ def test_a_batch_that_was_cut_is_scored_as_a_whole(generated: Path, tmp_path: Pa
 @pytest.mark.parametrize("ranks", ["ddp", full("fsdp2")])
 def test_scores_are_those_of_one(ranks: str, generated: Path, tmp_path: Path) -> None:
     source = tmp_path / "rows.jsonl"
-    rows = [json.loads(line) for line in (generated / "traces.jsonl").open()][::2]
+    rows = read(generated / "traces.jsonl")[::2]
     names = ("question", "solution", "reasoning_trace")
     texts = [{name: row[name] for name in names} | {"other": "Nobody knows."} for row in rows]
-    source.write_text("".join(json.dumps(row) + "\n" for row in texts))
+    write(source, texts)
     options = ["predict", "--config=configs/recipe_7b/rank.yaml", "--model.teacher=miniature-teacher"]
     options += ["--model.student=miniature", f"--data.source={source}", "--data.prompts_per_step=3"]
     options += ["--data.teacher_system_prompt=", "--data.student_system_prompt=", "--trainer.accelerator=cpu"]
@@ -200,8 +196,7 @@ def test_scoring_goes_on_after_the_last_whole_row(tiny_model: str, source: Path,
     before = scores.read_text()
     lines = before.splitlines(keepends=True)
     scores.write_text("".join(lines[:4]) + lines[4][:20])
-    result = rlt(*whole, "--resume=true")
-    assert result.returncode == 0, result.stderr
+    result = run_rlt(*whole, "--resume=true")
     assert " 5/5 [" in result.stdout  # what is missing, and no more
     assert scores.read_text() == before
 

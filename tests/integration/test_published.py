@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from commands import ROOT, rlt
+from commands import ROOT, run_rlt
 from tiny import tiny_options
 
 from rlt_lightning.models.load import load_tokenizer
@@ -80,8 +80,7 @@ def read_prompt(rows: str) -> str:
 
 def run(*words: str, text: str | None = None) -> str:
     """Run a command; return its standard output. It must not warn of an unknown format."""
-    result = rlt(*words, **({} if text is None else {"text": text}))
-    assert result.returncode == 0, (words, result.stderr)
+    result = run_rlt(*words, **({} if text is None else {"text": text}))
     assert "does not record the format" not in result.stderr
     return str(result.stdout)
 

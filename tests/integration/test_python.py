@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 import subprocess
@@ -13,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from cases import full
-from commands import ROOT, python, rlt
+from commands import ROOT, run_python, run_rlt
+from fits import metrics
 from lightning.pytorch import Callback
 from miniatures import SEED1
 
@@ -60,12 +60,6 @@ COMMAND += ["--checkpoint.every_n_train_steps=1", "--output_dir=runs/teacher"]
 CHAINS: dict[str, Any] = {"tags": "r1", "teacher_system_prompt": "", "student_system_prompt": ""}
 
 
-def metrics(run: Path) -> list[dict[str, str]]:
-    """The rows of metrics.csv, without what a clock or the memory says."""
-    with (run / "metrics.csv").open() as file:
-        return [{n: v for n, v in row.items() if not n.startswith("perf/")} for row in csv.DictReader(file)]
-
-
 def files(run: Path) -> dict[str, bytes]:
     """What a run has computed, by file."""
     suffixes = (".safetensors", ".jsonl", ".md", ".json")
@@ -84,8 +78,7 @@ def test_a_script_equals_the_command(devices: int, tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "run.py"], cwd=folders[0], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr, done.stderr
-    named = rlt(*COMMAND, f"--trainer.devices={devices}", cwd=folders[1])
-    assert named.returncode == 0, named.stderr
+    run_rlt(*COMMAND, f"--trainer.devices={devices}", cwd=folders[1])
     script, command = (folder / "runs" / "teacher" for folder in folders)
     assert files(script) == files(command)
     assert metrics(script) == metrics(command)
@@ -96,8 +89,7 @@ def test_the_scripts_of_the_page_run(tmp_path: Path, tiny_model: str) -> None:
     pytest.importorskip("wandb", reason="needs the extra wandb")
     for name in ("teach.py", "ask.py"):
         code = SHOWN[name].replace("smollm2-135m", tiny_model)
-        done = python(code, tmp_path, WANDB_MODE="offline")
-        assert done.returncode == 0, done.stderr
+        done = run_python(code, tmp_path, WANDB_MODE="offline")
         assert "Warning" not in done.stderr, done.stderr
 
 
@@ -157,8 +149,7 @@ def test_further_verbs_keep_the_files_of_the_fit(tmp_path: Path) -> None:
     after = files(tmp_path / "run")
     changed = {name for name in before if after[name] != before[name]}
     assert changed <= {"metrics.csv", "data_report.json"}
-    [row] = metrics(tmp_path / "run")
-    assert row["step"] == "1"
+    assert [*metrics(tmp_path / "run")] == [1]
 
 
 def test_a_given_callback_replaces_the_runs_own(tmp_path: Path) -> None:
@@ -187,8 +178,7 @@ def test_score_equals_predict(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = [f"--data.source={path}", f"--model.teacher={SEED1}", "--model.student=miniature"]
     words += ["--distillation.per_token=true", "--trainer.accelerator=cpu"]
-    done = rlt("predict", "--config=configs/recipe_7b/rank.yaml", *words, f"--output_dir={tmp_path / 'run'}")
-    assert done.returncode == 0, done.stderr
+    run_rlt("predict", "--config=configs/recipe_7b/rank.yaml", *words, f"--output_dir={tmp_path / 'run'}")
     recorded = [json.loads(line) for line in (tmp_path / "run" / "scores.jsonl").read_text().splitlines()]
     found = Teacher(SEED1, "miniature").score(rows)
     assert [own.reward for own in found] == [row["reward"] for row in recorded]
@@ -207,8 +197,7 @@ def test_teacher_explains_as_the_command_does() -> None:
     question, solution = "start 4, times 3, times 3, add 1, add 1, add 5?", "\\boxed{3}"
     words = ["--question", question, "--solution", solution, "--seed=3", "--student=miniature"]
     words += ["--sampling.max_completion_length=40", "--reward.kl_estimator=k1"]
-    done = rlt("explain", "miniature", *words)
-    assert done.returncode == 0, done.stderr
+    done = run_rlt("explain", "miniature", *words)
     sampling = Sampling(max_completion_length=40)
     teacher = Teacher("miniature", "miniature", reward=RLTReward(), sampling=sampling)
     found = teacher.explain(question, solution, seed=3)

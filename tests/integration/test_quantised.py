@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cases import full
+from compared import gather_whole
 from lightning.pytorch import Callback
 from ranks import run
 from safetensors.torch import load_file
@@ -22,7 +23,7 @@ from rlt_lightning.datamodules import StratosDataModule, TeacherSFTData
 from rlt_lightning.models.load import load_model
 from rlt_lightning.models.lora import LoRA, add_adapter, merge_weights, without_adapter
 from rlt_lightning.models.quantised import quantise, quantised_layers
-from rlt_lightning.models.weights import stored_once, trained_tensors, whole_tensors
+from rlt_lightning.models.weights import stored_once, trained_tensors
 from rlt_lightning.modules import SFTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
 
@@ -49,11 +50,7 @@ def log_probs(model: Any) -> Tensor:
 
 
 def merged(model: Any) -> dict[str, Tensor]:
-    weights = {}
-    for name, tensor in merge_weights(model, stored_once(model)):
-        with whole_tensors([tensor]) as [whole]:
-            weights[name] = whole.detach().clone()
-    return weights
+    return gather_whole(merge_weights(model, stored_once(model)))
 
 
 @needs_bitsandbytes
@@ -97,11 +94,7 @@ class Losses(Callback):
 
 def chains(model: str, folder: Path) -> StratosDataModule:
     return TeacherSFTData(
-        source="chains",
-        num_embedded_rows=16,
-        prompts_per_step=4,
-        tokenizer=model,
-        output_dir=str(folder),
+        source="chains", num_embedded_rows=16, prompts_per_step=4, tokenizer=model, output_dir=str(folder)
     )
 
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import subprocess
 import sys
 import time
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,10 +15,11 @@ import psutil
 import pytest
 import ranks
 from cases import full, slow
-from commands import ROOT, path_of_tests, start, wait_until
-from kills import processes
+from commands import path_of_tests, start, start_fresh, wait_until
+from fits import small_fit
+from kills import fault, processes
 from launchers import STRATEGIES, TORCHRUN
-from torch import distributed
+from sharded import join_ranks
 
 from rlt_lightning.engines import EngineError
 from rlt_lightning.run.ranks import Collectives, raise_from_ranks
@@ -32,23 +30,26 @@ MADE = re.compile(r"--- made at ([\d.]+)")  # what a fault prints when it happen
 
 
 def fit(model: str, folder: Path, *options: str) -> list[str]:
-    words = ["fit", "--config=tests/rlt.yaml", f"--model.teacher={model}", f"--model.student={model}"]
-    words += ["--model.group_size=2", "--data.num_embedded_rows=8", "--trainer.devices=2"]
-    words += ["--rollouts.sampling.max_completion_length=6", "--trainer.max_steps=3"]
-    return [*words, f"--output_dir={folder}", *options]
+    words = ["--trainer.devices=2", "--trainer.max_steps=3", "--rollouts.sampling.max_completion_length=6"]
+    return small_fit(model, folder, *words, *options)
 
 
 class Ended:
     """A run that has ended: status, output, and how long after the fault every process was gone.
 
     Args:
-        launcher: Python's words for what starts the ranks; without, they are forked from the warm process.
+        launcher: Python's words for what starts the ranks; without, `rlt` forks them from the warm process.
     """
 
     def __init__(self, model: str, folder: Path, *options: str, launcher: tuple[str, ...] = ()) -> None:
-        words = fit(model, folder, *options)
-        self.log = folder.with_suffix(".log")
-        self.run = self.begin(words, launcher, path_of_tests())
+        self.log, paths = folder.with_suffix(".log"), {"PYTHONPATH": path_of_tests()}
+        self.run: Any
+        if launcher:
+            self.log.with_suffix(".py").write_text(SCRIPT)
+            words = [*launcher, str(self.log.with_suffix(".py")), model, *options]
+            self.run = start_fresh([sys.executable, *words], self.log, **paths)
+        else:
+            self.run = start(*fit(model, folder, *options), log=self.log, **paths)
         deadline = time.monotonic() + 240
         while left := processes(self.run):
             self.run.poll()
@@ -58,20 +59,6 @@ class Ended:
             time.sleep(0.05)
         self.took_s = self.seconds()
         self.status = self.run.wait()
-
-    def begin(self, words: list[str], launcher: tuple[str, ...], paths: str) -> Any:
-        if not launcher:
-            return start(*words, log=self.log, PYTHONPATH=paths)
-        words = ["-m", "rlt_lightning", *words] if words else []
-        with self.log.open("w") as log:
-            return subprocess.Popen(
-                [sys.executable, *launcher, *words],
-                cwd=ROOT,
-                env=os.environ | {"PYTHONPATH": paths},
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
 
     @property
     def lines(self) -> list[str]:
@@ -89,11 +76,6 @@ class Ended:
         return time.monotonic() - self.made_at
 
 
-def fault(rank: int, hook: str, kind: str) -> str:
-    arguments = {"rank": rank, "hook": hook, "kind": kind, "step": 0 if hook == "setup" else 1}
-    return "--trainer.callbacks+=" + json.dumps({"class_path": "faults.Fault", "init_args": arguments})
-
-
 @pytest.mark.parametrize(
     ("strategy", "rank", "hook", "kind"),
     [
@@ -108,9 +90,8 @@ def fault(rank: int, hook: str, kind: str) -> str:
 def test_all_ranks_end_within_seconds_after_one_has_failed(
     strategy: str, rank: int, hook: str, kind: str, tiny_model: str, tmp_path: Path
 ) -> None:
-    if strategy == "zero3" and find_spec("deepspeed") is None:
-        pytest.skip("needs the deepspeed extra")
-    ended = Ended(tiny_model, tmp_path / "run", *STRATEGIES[strategy], fault(rank, hook, kind))
+    failing = fault(hook, kind, step=int(hook != "setup"), rank=rank)
+    ended = Ended(tiny_model, tmp_path / "run", *STRATEGIES[strategy], failing)
     output = "\n".join(ended.lines)
     assert ended.status != 0, output
     assert ended.made_at
@@ -121,7 +102,7 @@ def test_all_ranks_end_within_seconds_after_one_has_failed(
 
 
 def test_no_rank_outlives_a_killed_rank_zero(tiny_model: str, tmp_path: Path) -> None:
-    fault_of_zero = fault(0, "on_train_batch_start", "kill while the other sleeps")
+    fault_of_zero = fault("on_train_batch_start", "kill while the other sleeps")
     ended = Ended(tiny_model, tmp_path / "run", *STRATEGIES["ddp"], fault_of_zero)
     assert ended.status == -9
     assert ended.took_s < ENDS_WITHIN_S
@@ -130,29 +111,32 @@ def test_no_rank_outlives_a_killed_rank_zero(tiny_model: str, tmp_path: Path) ->
 SCRIPT = """
 import sys
 from lightning.pytorch import Trainer
-from faults import Fault
+from faults import FailingEngine, FailingLoss, FailingReward, Fault, NaNStudent, Witness
 from rlt_lightning import RLTModule, RolloutCallback, Sampling, TeacherRLData
+from rlt_lightning.rewards import RLTReward
 
-model, kind, rank = sys.argv[1:]
-options = {"num_embedded_rows": 4, "prompts_per_step": 2}
-data = TeacherRLData(tokenizer=model, student_tokenizer=model, **options)
-rollouts = RolloutCallback(sampling=Sampling(max_completion_length=6))
-fault = Fault(int(rank), "on_train_batch_start", kind, step=0)
-trainer = Trainer(accelerator="cpu", devices=2, max_steps=1, logger=False, enable_checkpointing=False,
-                  use_distributed_sampler=False, callbacks=[rollouts, fault])
-trainer.fit(RLTModule(teacher=model, student=model, group_size=2), data)
-"""
+model, kind, strategy = sys.argv[1:]
+data = TeacherRLData(tokenizer=model, student_tokenizer=model, num_embedded_rows=4, prompts_per_step=2)
+engine = FailingEngine() if kind == "engine" else None
+callbacks = [RolloutCallback(engine, Sampling(max_completion_length=6)), Witness()]
+callbacks += [NaNStudent()] if kind == "nan" else []
+callbacks += [Fault(int(kind[3:]), "on_train_batch_start", "bug", step=0)] if kind[:3] == "bug" else []
+loss = FailingLoss() if kind == "loss" else None
+trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=1, logger=False,
+                  enable_checkpointing=False, use_distributed_sampler=False, callbacks=callbacks)
+reward = FailingReward() if kind == "reward" else RLTReward()
+trainer.fit(RLTModule(teacher=model, student=model, group_size=2, policy_loss=loss, reward=reward), data)
+"""  # of a user, with Lightning's own Trainer
 
 
 @pytest.mark.parametrize(
-    ("strategy", "hook"),
-    [("ddp", "on_train_batch_end"), full("fsdp2", "on_validation_end")],
+    ("strategy", "hook"), [("ddp", "on_train_batch_end"), full("fsdp2", "on_validation_end")]
 )
 def test_a_stop_that_one_rank_asks_for_is_all_ranks(
     strategy: str, hook: str, tiny_model: str, tmp_path: Path
 ) -> None:
     validation = ["--data.val_rows=2", "--trainer.val_check_interval=1"] if "validation" in hook else []
-    options = [*STRATEGIES[strategy], *validation, fault(1, hook, "stop")]
+    options = [*STRATEGIES[strategy], *validation, fault(hook, "stop", rank=1)]
     ended = Ended(tiny_model, tmp_path / "run", *options)
     assert (ended.status, bool(ended.made_at)) == (0, True), ended.lines
     rows = (tmp_path / "run" / "metrics.csv").read_text().splitlines()
@@ -161,19 +145,10 @@ def test_a_stop_that_one_rank_asks_for_is_all_ranks(
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()
 
 
-class EndedScript(Ended):
-    """A user's script with Lightning's own Trainer, in place of `rlt`."""
-
-    def begin(self, words: list[str], launcher: tuple[str, ...], paths: str) -> Any:
-        script = self.log.with_suffix(".py")
-        script.write_text(SCRIPT)
-        return super().begin([], (str(script), *launcher), paths)
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_of_an_unmodified_script_end_after_a_bug(rank: int, tiny_model: str, tmp_path: Path) -> None:
-    ended = EndedScript(tiny_model, tmp_path / "run", launcher=(tiny_model, "bug", str(rank)))
+    ended = Ended(tiny_model, tmp_path / "run", f"bug{rank}", "auto", launcher=("-u",))
     assert ended.status != 0, ended.lines
     assert any(f"ZeroDivisionError: made on rank {rank}" in line for line in ended.lines)
     assert ended.took_s < ENDS_WITHIN_S
@@ -185,52 +160,17 @@ def test_a_kill_between_the_updates_of_an_iteration_changes_nothing(
     strategy: str, tiny_model: str, tmp_path: Path
 ) -> None:
     options = [*STRATEGIES[strategy], "--model.updates_per_rollout=2", "--model.num_epochs=2"]
-    options += [
-        "--data.prompts_per_step=4",
-        "--model.optimizer.lr=1e-3",
-        "--checkpoint.every_n_train_steps=1",
-    ]
+    options.append("--data.prompts_per_step=4")
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert Ended(tiny_model, whole, *options).status == 0
     # An iteration has four updates of at least one backward: the kill comes within the second.
-    kill = {"rank": 1, "hook": "on_after_backward", "kind": "kill", "step": 1, "calls_before": 2}
-    faults = json.dumps({"class_path": "faults.Fault", "init_args": kill})
-    ended = Ended(tiny_model, killed, *options, f"--trainer.callbacks+={faults}")
+    killing = fault("on_after_backward", "kill", rank=1, calls_before=2)
+    ended = Ended(tiny_model, killed, *options, killing)
     assert ended.status != 0, ended.lines
     assert ended.made_at
     assert Ended(tiny_model, killed, *options, "--resume=true").status == 0
-    assert (killed / "model/model.safetensors").read_bytes() == (
-        whole / "model/model.safetensors"
-    ).read_bytes()
-
-
-UNDER_TORCHRUN = """
-import sys
-from lightning.pytorch import Trainer
-from faults import FailingEngine, FailingLoss, FailingReward, NaNStudent, Witness
-from rlt_lightning import RLTModule, RolloutCallback, Sampling, TeacherRLData
-from rlt_lightning.rewards import RLTReward
-
-model, kind, strategy = sys.argv[1:]
-data = TeacherRLData(tokenizer=model, student_tokenizer=model, num_embedded_rows=4, prompts_per_step=2)
-engine = FailingEngine() if kind == "engine" else None
-callbacks = [RolloutCallback(engine, Sampling(max_completion_length=6)), Witness()]
-callbacks += [NaNStudent()] if kind == "nan" else []
-loss = FailingLoss() if kind == "loss" else None
-trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=1, logger=False,
-                  enable_checkpointing=False, use_distributed_sampler=False, callbacks=callbacks)
-reward = FailingReward() if kind == "reward" else RLTReward()
-trainer.fit(RLTModule(teacher=model, student=model, group_size=2, policy_loss=loss, reward=reward), data)
-"""
-
-
-class EndedUnderTorchrun(Ended):
-    """A user's script with Lightning's own Trainer, whose ranks torchrun starts."""
-
-    def begin(self, words: list[str], launcher: tuple[str, ...], paths: str) -> Any:
-        script = self.log.with_suffix(".py")
-        script.write_text(UNDER_TORCHRUN)
-        return super().begin([], (*TORCHRUN, str(script), *launcher), paths)
+    ours, theirs = ((run / "model/model.safetensors").read_bytes() for run in (killed, whole))
+    assert ours == theirs
 
 
 @pytest.mark.parametrize(
@@ -245,7 +185,7 @@ class EndedUnderTorchrun(Ended):
 def test_a_script_under_torchrun_ends_with_the_message_of_the_rank_that_failed(
     kind: str, strategy: str, message: str, tiny_model: str, tmp_path: Path
 ) -> None:
-    ended = EndedUnderTorchrun(tiny_model, tmp_path / "run", launcher=(tiny_model, kind, strategy))
+    ended = Ended(tiny_model, tmp_path / "run", kind, strategy, launcher=TORCHRUN)
     assert ended.status == 1, ended.lines
     told = [line for line in ended.lines if re.search(message, line)]
     assert told, ended.lines
@@ -265,8 +205,7 @@ class Unpicklable(RuntimeError):
 
 def fail_on_a_rank(rank: int) -> None:
     """Require that both ranks raise what one of them raises."""
-    if not distributed.is_initialized():
-        distributed.init_process_group("gloo", rank=rank, world_size=2)
+    join_ranks(rank)
     trainer: Any = SimpleNamespace(world_size=2, global_rank=rank, local_rank=rank, is_global_zero=rank == 0)
     patient = Collectives(600)
 
@@ -291,19 +230,13 @@ def test_ranks_that_wait_raise_what_they_wait_for(tmp_path: Path) -> None:
     ranks.call(fail_on_a_rank, tmp_path)
 
 
-def ddp_with_timeout(seconds: int) -> list[str]:
-    return [
-        "--trainer.strategy=lightning.pytorch.strategies.DDPStrategy",
-        f"--trainer.strategy.timeout=0:00:{seconds:02d}",
-    ]
-
-
 @pytest.mark.parametrize(("deadline_s", "status"), [slow(600, 0), slow(4, 1)])
 def test_ranks_wait_for_long_sampling_and_no_longer_than_its_deadline(
     deadline_s: int, status: int, tiny_model: str, tmp_path: Path
 ) -> None:
     # Sampling takes longer than the strategy lets a rank be late, and than ranks may take to meet first.
-    options = [*ddp_with_timeout(40), "--trainer.max_steps=1"]
+    options = ["--trainer.strategy=lightning.pytorch.strategies.DDPStrategy", "--trainer.max_steps=1"]
+    options += ["--trainer.strategy.timeout=0:00:40"]
     options += ["--rollouts.engine=faults.SlowEngine", "--rollouts.engine.delay_s=50"]
     ended = Ended(tiny_model, tmp_path / "run", *options, f"--rollouts.deadline_s={deadline_s}")
     assert (ended.status != 0) is (status != 0), ended.lines
@@ -313,9 +246,7 @@ def test_ranks_wait_for_long_sampling_and_no_longer_than_its_deadline(
 
 @pytest.mark.parametrize("strategy", ["ddp", slow("zero3")])
 def test_ranks_of_one_node_listen_on_the_loopback(strategy: str, tiny_model: str, tmp_path: Path) -> None:
-    if strategy == "zero3" and find_spec("deepspeed") is None:
-        pytest.skip("needs the deepspeed extra")
-    words = [*STRATEGIES[strategy], fault(1, "on_after_backward", "pause"), "--trainer.max_steps=2"]
+    words = [*STRATEGIES[strategy], fault("on_after_backward", "pause", rank=1), "--trainer.max_steps=2"]
     log = tmp_path / "log"
     run = start(*fit(tiny_model, tmp_path / "run", *words), log=log, PYTHONPATH=path_of_tests())
     wait_until(lambda: MADE.search(log.read_text()) is not None)

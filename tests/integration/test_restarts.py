@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import signal
-import subprocess
 import sys
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,11 +14,11 @@ import commands
 import psutil
 import pytest
 from cases import full, slow
-from commands import ROOT, path_of_tests, rlt
-from fits import explanation, metrics
+from commands import path_of_tests, run_rlt, start_fresh
+from fits import explanation, metrics, small_fit
 from jsonargparse import Namespace
-from launchers import STRATEGIES
-from nodes import two_nodes
+from kills import fault
+from launchers import STRATEGIES, two_nodes
 from safetensors.torch import load_file
 
 from rlt_lightning.cli.stages import SaveConfig
@@ -33,18 +29,10 @@ MARK = "RLT_TEST_RUN"  # in the environment of all processes of a run, whichever
 
 
 def options(model: str, folder: Path, strategy: str) -> list[str]:
-    words = ["fit", "--config=tests/rlt.yaml", f"--model.teacher={model}", f"--model.student={model}"]
-    words += ["--model.group_size=2", "--model.optimizer.lr=1e-3", "--data.num_embedded_rows=8"]
-    words += ["--rollouts.sampling.max_completion_length=6", f"--trainer.max_steps={STEPS}"]
-    words += ["--trainer.callbacks.init_args.every_n_steps=2", "--checkpoint.every_n_train_steps=2"]
-    words += ["--rollouts.engine=faults.Launching", "--trainer.devices=2", *STRATEGIES[strategy]]
-    return [*words, f"--output_dir={folder}", "--resume=true"]
-
-
-def kill(life: int, rank: int, hook: str, step: int) -> str:
-    """Kill a rank in the step after `step`, after so many restarts."""
-    arguments = {"rank": rank, "hook": hook, "kind": "kill", "step": step, "life": life}
-    return "--trainer.callbacks+=" + json.dumps({"class_path": "faults.Fault", "init_args": arguments})
+    words = ["--data.num_embedded_rows=8", f"--trainer.max_steps={STEPS}", "--resume=true"]
+    words += ["--rollouts.sampling.max_completion_length=6", "--checkpoint.every_n_train_steps=2"]
+    words += ["--trainer.callbacks.init_args.every_n_steps=2", "--rollouts.engine=faults.Launching"]
+    return small_fit(model, folder, *words, "--trainer.devices=2", *STRATEGIES[strategy])
 
 
 def living(mark: str) -> list[psutil.Process]:
@@ -59,21 +47,14 @@ def living(mark: str) -> list[psutil.Process]:
     return found
 
 
-def torchrun(mark: Path, words: list[str], *launches: list[str]) -> tuple[list[int], list[str]]:
-    """Run `rlt` by an agent for each launch; return their exit statuses and the lines of the output."""
+def torchrun(mark: Path, words: list[str], *launches: list[str]) -> tuple[list[int], str]:
+    """Run `rlt` by an agent for each launch; return their exit statuses and the output."""
     environment = {"PYTHONPATH": path_of_tests(), MARK: str(mark), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    log = mark.with_suffix(".log")
-    with log.open("a") as file:
-        agents = [
-            subprocess.Popen(
-                [sys.executable, "-m", "torch.distributed.run", *launch, "-m", "rlt_lightning", *words],
-                cwd=ROOT,
-                env=os.environ | environment,
-                stdout=file,
-                stderr=file,
-            )
-            for launch in launches
-        ]
+    log, program = mark.with_suffix(".log"), [sys.executable, "-m", "torch.distributed.run"]
+    agents = [
+        start_fresh([*program, *launch, "-m", "rlt_lightning", *words], log, **environment)
+        for launch in launches
+    ]
     try:
         deadline = time.monotonic() + commands.longest_s
         statuses = [agent.wait(deadline - time.monotonic()) for agent in agents]
@@ -84,64 +65,48 @@ def torchrun(mark: Path, words: list[str], *launches: list[str]) -> tuple[list[i
     finally:
         for process in living(str(mark)):
             process.send_signal(signal.SIGKILL)
-    return statuses, log.read_text().splitlines()
+    return statuses, log.read_text()
 
 
-def one_node(restarts: int) -> list[str]:
-    return ["--nproc-per-node=2", f"--max-restarts={restarts}"]
-
-
-def whole_run(model: str, folder: Path, strategy: str) -> Path:
-    """Make the run that nobody kills, without torchrun."""
-    result = rlt(*options(model, folder, strategy), PYTHONPATH=path_of_tests())
-    assert result.returncode == 0, result.stderr
-    return folder
-
-
-def killed_ranks(lines: list[str]) -> list[str]:
-    """Return the local ranks that torchrun has named as killed."""
-    return re.findall(r"failed \(exitcode: -9\) local_rank: (\d)", "\n".join(lines))
-
-
-FIRST = kill(0, rank=1, hook="on_after_backward", step=1)  # in step 2, before the first checkpoint
-MIDDLE = kill(1, rank=0, hook="on_after_backward", step=3)  # in step 4, which is made again
-LAST = {"rank": 1, "hook": "on_train_end", "step": STEPS}  # between the last checkpoint and the model
+# In the step after the third argument, after so many restarts.
+FIRST = fault("on_after_backward", "kill", 1, rank=1, life=0)  # before the first checkpoint
+MIDDLE = fault("on_after_backward", "kill", 3, rank=0, life=1)  # in step 4, which is made again
+LAST = [fault("on_train_end", "kill", STEPS, rank=1, life=n) for n in range(3)]  # before the model
 
 
 @pytest.mark.parametrize(
-    ("strategy", "kills", "ranks"),
+    ("strategy", "kills"),
     [
-        full("ddp", [FIRST, kill(1, **LAST)], ["1", "1"]),
-        slow("ddp", [FIRST, MIDDLE, kill(2, **LAST)], ["1", "0", "1"]),
-        slow("zero3", [FIRST, MIDDLE, kill(2, **LAST)], ["1", "0", "1"]),
+        full("ddp", [FIRST, LAST[1]]),
+        slow("ddp", [FIRST, MIDDLE, LAST[2]]),
+        slow("zero3", [FIRST, MIDDLE, LAST[2]]),
     ],
     ids=["ddp-2", "ddp-3", "zero3-3"],
 )
 def test_killed_and_restarted_by_torchrun_equals_not_stopping(
-    strategy: str, kills: list[str], ranks: list[str], tiny_model: str, tmp_path: Path
+    strategy: str, kills: list[str], tiny_model: str, tmp_path: Path
 ) -> None:
-    if strategy == "zero3" and find_spec("deepspeed") is None:
-        pytest.skip("needs the deepspeed extra")
-    whole, killed = whole_run(tiny_model, tmp_path / "whole", strategy), tmp_path / "killed"
-    [status], lines = torchrun(killed, [*options(tiny_model, killed, strategy), *kills], one_node(3))
-    log = "\n".join(lines)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    run_rlt(*options(tiny_model, whole, strategy), PYTHONPATH=path_of_tests())
+    launch = ["--nproc-per-node=2", "--max-restarts=3"]
+    [status], log = torchrun(killed, [*options(tiny_model, killed, strategy), *kills], launch)
     assert status == 0, log[-4000:]
-    # Each kill came, its rank was named, and the next life said which one it is.
-    assert log.count("--- made at") == len(kills)
+    assert log.count("--- made at") == len(kills)  # each kill came
     assert_equal(whole, killed)
 
 
 @pytest.mark.slow
 def test_two_nodes_restart_together(tiny_model: str, tmp_path: Path) -> None:
-    whole, killed = whole_run(tiny_model, tmp_path / "whole", "ddp"), tmp_path / "killed"
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    run_rlt(*options(tiny_model, whole, "ddp"), PYTHONPATH=path_of_tests())
     words = [*options(tiny_model, killed, "ddp"), "--trainer.devices=1", "--trainer.num_nodes=2"]
     node = [*two_nodes(), "--max-restarts=2"]
-    kills = [kill(0, rank=1, hook="on_after_backward", step=3)]
-    statuses, lines = torchrun(killed, [*words, *kills], node, node)
-    log = "\n".join(lines)
+    killing = fault("on_after_backward", "kill", 3, rank=1, life=0)
+    statuses, log = torchrun(killed, [*words, killing], node, node)
     assert statuses == [0, 0], log[-4000:]
     assert log.count("--- made at") == 1
-    assert killed_ranks(lines) == ["0"], log  # of the second node
+    # torchrun names the local rank that was killed, of the second node.
+    assert re.findall(r"failed \(exitcode: -9\) local_rank: (\d)", log) == ["0"], log
     assert_equal(whole, killed)
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import yaml
-from commands import ROOT, rlt
+from commands import ROOT, run_rlt
 from fake_sglang import FakeSGLang
-from fits import metrics
-from grpo import Witness, data, module, rollout_callback
+from fits import metrics, small_fit
+from grpo import data, module, rollout_callback
 from sglang_engine import SGLangEngine
 from trainers import bare_trainer
 
@@ -18,25 +17,13 @@ from rlt_lightning.engines import EngineError
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
 
-def fit(server: FakeSGLang, model: str, folder: Path, steps: int = 2, timeout_s: float = 30.0) -> Witness:
-    witness = Witness()
-    engine = SGLangEngine(server.url, request_timeout_s=timeout_s)
-    trainer = bare_trainer(folder, rollout_callback(6, engine=engine), witness, steps=steps)
-    trainer.fit(module(model), datamodule=data(model, folder))
-    return witness
-
-
 def test_a_run_trains_on_what_sglang_samples(tiny_model: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
     with FakeSGLang(tiny_model) as server:
-        engine = {"class_path": "sglang_engine.SGLangEngine", "init_args": {"url": server.url}}
-        config = tmp_path / "sglang.yaml"
-        config.write_text(yaml.safe_dump({"rollouts": {"engine": engine}}))
-        run = tmp_path / "run"
-        words = ["fit", "--config=tests/rlt.yaml", f"--config={config}", f"--output_dir={run}"]
-        words += [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}", "--trainer.max_steps=3"]
-        words += ["--rollouts.sampling.max_completion_length=6", "--model.optimizer.lr=1e-2"]
-        result = rlt(*words, PYTHONPATH=str(ROOT / "examples"))
-    assert result.returncode == 0, result.stderr
+        words = ["--rollouts.engine=sglang_engine.SGLangEngine", f"--rollouts.engine.url={server.url}"]
+        words += ["--rollouts.sampling.max_completion_length=6", "--trainer.max_steps=3"]
+        words += ["--model.optimizer.lr=1e-2"]
+        run_rlt(*small_fit(tiny_model, run, *words), PYTHONPATH=str(ROOT / "examples"))
     rows = metrics(run)
     assert len(rows) == 3
     # Each step sampled with its own weights, which the server read from the folder that was pushed.
@@ -48,9 +35,8 @@ def test_a_run_trains_on_what_sglang_samples(tiny_model: str, tmp_path: Path) ->
 
 
 def test_weights_that_were_not_loaded_are_noticed(tiny_model: str, tmp_path: Path) -> None:
-    with (
-        FakeSGLang(tiny_model, ignores_pushes=True) as server,
-        pytest.raises(EngineError, match="later pushes have not arrived"),
-    ):
-        fit(server, tiny_model, tmp_path)
+    with FakeSGLang(tiny_model, ignores_pushes=True) as server:
+        trainer = bare_trainer(tmp_path, rollout_callback(6, engine=SGLangEngine(server.url)), steps=2)
+        with pytest.raises(EngineError, match="later pushes have not arrived"):
+            trainer.fit(module(tiny_model), datamodule=data(tiny_model, tmp_path))
     assert set(server.sampled_with) == {"0"}

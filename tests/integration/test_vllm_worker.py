@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import csv
 import os
 import random
 import re
@@ -21,7 +20,8 @@ import torch
 import yaml
 from bespoke import bespoke, student, trained_prompts  # noqa: F401
 from cases import slow
-from commands import ROOT, path_of_tests, rlt, start, wait_until
+from commands import ROOT, path_of_tests, run_rlt, start, wait_until
+from fits import metrics, small_fit
 from sampling import sample_groups
 from tiny import CHAINS
 from vllm_runs import EXECUTABLE, NEEDS_VLLM, completions, forked_vllm, processes, worker_pids
@@ -394,18 +394,13 @@ def run_config(
 
 def fit_options(run: Path, model: str) -> list[str]:
     """`rlt fit` of tiny models, which sample in process."""
-    models = [f"--model.teacher={model}", f"--model.student={model}", f"--output_dir={run}"]
-    return ["fit", "--config=tests/rlt.yaml", *models, "--data.val_rows=1", "--data.num_embedded_rows=9"]
-
-
-def metrics(run: Path) -> list[dict[str, float]]:
-    with open(run / "metrics.csv", newline="") as file:
-        return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
+    few = ["--data.val_rows=1", "--data.num_embedded_rows=9", "--model.group_size=4"]
+    return small_fit(model, run, *few, "--model.optimizer.lr=1e-5")
 
 
 def require_agreement(run: Path, steps: int) -> None:
-    rows = metrics(run)
-    assert [row["step"] for row in rows] == list(range(1, steps + 1))
+    assert [*metrics(run)] == list(range(1, steps + 1))
+    rows = metrics(run).values()
     largest = max(row[name] for row in rows for name in ("rollout/mismatch_max", "rollout/val_mismatch_max"))
     print(f"figure: log-probs differ by {largest:.1e} nats at most")
     for row in rows:
@@ -431,8 +426,7 @@ def test_a_run_with_the_launch_overlay_stays_within_a_thousandth_nat(
     model: str, push: type, steps: int, options: list[str], request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     config = run_config(tmp_path, request.getfixturevalue(model), push, str(EXECUTABLE))
-    result = rlt(*config, *options, f"--trainer.max_steps={steps}")
-    assert result.returncode == 0, result.stderr
+    run_rlt(*config, *options, f"--trainer.max_steps={steps}")
     require_agreement(tmp_path / "run", steps)
     assert worker_pids(tmp_path / "run") == []  # nothing is left behind
 
@@ -441,8 +435,7 @@ def test_a_run_with_the_launch_overlay_stays_within_a_thousandth_nat(
 def test_thoughts_of_a_worker_are_scored_by_the_policy(tmp_path: Path) -> None:
     _, _, overlay, *_ = run_config(tmp_path, "miniature", IPCPush, str(EXECUTABLE))
     options = ["--trainer.max_steps=3", "--data.val_rows=1", f"--output_dir={tmp_path / 'run'}"]
-    result = rlt("fit", "--config=laptop/likelihood", overlay, *options)
-    assert result.returncode == 0, result.stderr
+    run_rlt("fit", "--config=laptop/likelihood", overlay, *options)
     require_agreement(tmp_path / "run", 3)
 
 
@@ -455,18 +448,13 @@ def test_a_trainer_of_two_processes_with_weights_in_shards_pushes_them_too(
 ) -> None:
     command = run_config(tmp_path, tiny_model, push, engine={"sleep": sleep})
     command += [f"--config=configs/hardware/{strategy}.yaml", "--trainer.devices=2", "--data.val_rows=2"]
-    result = rlt(*command)
-    assert result.returncode == 0, result.stderr
+    run_rlt(*command)
     require_agreement(tmp_path / "run", 4)  # the weights were compared with every push, too
     log = (tmp_path / "run" / "workers" / "worker-0.log").read_text()
     calls = re.findall(r"POST /(sleep|wake_up|update_weights)\b", log)
     turns = "".join(call[0] for call in calls)  # a sleeping vLLM, on a CPU too, samples nothing
     assert re.fullmatch(r"w(wuws){8}" if sleep else "wu{5}", turns), turns  # 4 steps and 4 validations
     assert worker_pids(tmp_path / "run") == []
-
-
-def num_iterations(run: Path) -> int:
-    return len(metrics(run)) if (run / "metrics.csv").exists() else 0
 
 
 def run_with_faults(
@@ -488,8 +476,8 @@ def run_with_faults(
 
     for number, (delay, fault, target) in enumerate(faults):
         # Two more iterations: the second was sampled by the worker that has come back.
-        done = num_iterations(run) + (2 if number else 1)
-        wait_until(lambda done=done: num_iterations(run) >= done or process.poll() is not None, 600)
+        done = len(metrics(run)) + (2 if number else 1)
+        wait_until(lambda done=done: len(metrics(run)) >= done or process.poll() is not None, 600)
         time.sleep(delay)
         end, pids = time.monotonic() + 120, processes(run)
         while len(pids) < 3:  # a worker that is being started again may have fewer yet
@@ -511,8 +499,7 @@ STEPS_WITH_FAULTS = 40  # two for each of five faults, and those made while a fa
 def calm_run(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of the same data that can lose no worker, since it samples in process."""
     run = tmp_path_factory.mktemp("calm") / "run"
-    result = rlt(*fit_options(run, tiny_model), f"--trainer.max_steps={STEPS_WITH_FAULTS}")
-    assert result.returncode == 0, result.stderr
+    run_rlt(*fit_options(run, tiny_model), f"--trainer.max_steps={STEPS_WITH_FAULTS}")
     return run
 
 
@@ -558,10 +545,7 @@ def plain_server(exported: str, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 def test_a_servers_chat_route_asks_as_stage_4_trained(
-    plain_server: str,
-    exported: str,
-    bespoke: str,
-    tiny_model: str,
+    plain_server: str, exported: str, bespoke: str, tiny_model: str
 ) -> None:
     for question, expected in trained_prompts(bespoke, tiny_model).items():
         message = {"role": "user", "content": question}

@@ -10,9 +10,9 @@ import torch
 from fake_worker import FakeWorker
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
+from trainers import bare_trainer
 
 from rlt_lightning.callbacks import Checkpoint, DynamicSampling, RolloutCallback
-from rlt_lightning.checkpoints.io import FolderCheckpointIO
 from rlt_lightning.datamodules import TeacherRLData
 from rlt_lightning.engines import IPCPush, Sampling, VLLMEngine
 from rlt_lightning.modules import RLTModule
@@ -70,20 +70,8 @@ def fit(
         recovery_timeout_s=recovery_timeout_s,
     )
     rollouts = RolloutCallback(engine, sampling, asynchronous=asynchronous, dynamic_sampling=dynamic_sampling)
-    trainer = Trainer(
-        default_root_dir=folder,
-        accelerator="cpu",
-        max_steps=steps,
-        max_epochs=-1,
-        logger=False,
-        plugins=[FolderCheckpointIO()],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        use_distributed_sampler=False,
-        callbacks=[rollouts, witness, Checkpoint(every_n_train_steps=every, save_top_k=-1)],
-        **options,
-    )
+    saved = Checkpoint(every_n_train_steps=every, save_top_k=-1)
+    trainer = bare_trainer(folder, rollouts, witness, saved, steps=steps, **options)
     module = RLTModule(
         model,
         model,

@@ -118,16 +118,10 @@ class Running:
         assert self.returncode is not None
         return self.returncode
 
-    def send_signal(self, number: int) -> None:
-        """Send a signal to the command itself."""
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def terminate(self) -> None:
-        self.send_signal(signal.SIGTERM)
-
     def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
+        """Kill the command itself."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
 
     def killpg(self) -> None:
         """Kill the command and all that it has started."""
@@ -161,12 +155,7 @@ def start(
 
 
 def rlt(
-    *arguments: str,
-    cwd: Path = ROOT,
-    text: str = "",
-    fresh: bool = False,
-    gpus: int = 0,
-    **environment: str,
+    *arguments: str, cwd: Path = ROOT, text: str = "", fresh: bool = False, gpus: int = 0, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Run `rlt ARGUMENTS` to its end.
 
@@ -174,13 +163,9 @@ def rlt(
         subprocess.TimeoutExpired: With all that the command has started killed.
     """
     if fresh:
-        command, own = [sys.executable, "-m", "rlt_lightning", *arguments], os.environ | environment
-        return subprocess.run(
-            command, cwd=cwd, env=own, input=text, capture_output=True, text=True, timeout=longest_s
-        )
+        return run_fresh(["-m", "rlt_lightning", *arguments], cwd, text, environment)
     process = start(*arguments, cwd=cwd, text=text, gpus=gpus, **environment)
-    status = process.wait()
-    return subprocess.CompletedProcess(process.args, status, process.stdout, process.stderr)
+    return subprocess.CompletedProcess(process.args, process.wait(), process.stdout, process.stderr)
 
 
 def python(
@@ -188,19 +173,43 @@ def python(
 ) -> subprocess.CompletedProcess[str]:
     """Run Python code to its end, in a process that has the package imported."""
     if fresh:
-        command, own = [sys.executable, "-c", code], {"PYTHONPATH": str(ROOT)} | os.environ | environment
-        return subprocess.run(
-            command,
-            cwd=cwd,
-            env=own,
-            input=text,
-            capture_output=True,
-            text=True,
-            timeout=longest_s,
-            start_new_session=True,
-        )
+        return run_fresh(["-c", code], cwd, text, environment)
     process = Running((), None, cwd, text, environment, code, gpus)
     return subprocess.CompletedProcess(process.args, process.wait(), process.stdout, process.stderr)
+
+
+def run_fresh(
+    words: list[str], cwd: Path, text: str, environment: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
+    """Run `python WORDS` to its end, in a session of its own."""
+    own = {"PYTHONPATH": str(ROOT)} | os.environ | environment
+    options: dict[str, Any] = {"capture_output": True, "text": True, "start_new_session": True}
+    return subprocess.run(
+        [sys.executable, *words], cwd=cwd, env=own, input=text, timeout=longest_s, **options
+    )
+
+
+def run_rlt(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run `rlt ARGUMENTS` to its end, which must be a good one."""
+    return require_success(rlt(*arguments, **options))
+
+
+def run_python(code: str, cwd: Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run Python code to its end, which must be a good one."""
+    return require_success(python(code, cwd, **options))
+
+
+def require_success(done: subprocess.CompletedProcess[str]) -> subprocess.CompletedProcess[str]:
+    assert done.returncode == 0, f"{done.args}\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
+    return done
+
+
+def start_fresh(words: list[str], log: Path, cwd: Path = ROOT, **environment: str) -> subprocess.Popen[bytes]:
+    """Start a program in a session of its own, whose output is added to a log."""
+    with log.open("ab") as file:
+        streams = {"stdout": file, "stderr": file}
+        own = os.environ | environment
+        return subprocess.Popen(words, cwd=cwd, env=own, start_new_session=True, **streams)
 
 
 # What `make_forked_python` writes. It has the job's standard output and error, and ends as the job does.
@@ -217,23 +226,21 @@ with socket.create_connection(("127.0.0.1", {port})) as server, server.makefile(
 class Forks(socketserver.StreamRequestHandler):
     """Run the job of one call of a forked python to its end, and tell its exit status."""
 
-    gpus = 0
-
     def handle(self) -> None:
-        pid = int(ask(json.loads(self.rfile.readline()) | {"gpus": self.gpus}, self.gpus > 0))
-        while (status := ask({"poll": pid}, self.gpus > 0)) is None:
+        pid = int(ask(json.loads(self.rfile.readline())))
+        while (status := ask({"poll": pid})) is None:
             if select([self.connection], [], [], 0.02)[0]:  # it sends nothing more, so it has been killed
                 os.killpg(pid, signal.SIGKILL)
         with contextlib.suppress(BrokenPipeError):  # nobody is left to be told
             self.wfile.write(f"{status}\n".encode())
 
 
-def make_forked_python(folder: Path, forks: type[Forks] = Forks) -> str:
+def make_forked_python(folder: Path) -> str:
     """Write an executable that does what `python` does, in a process that has the package imported.
 
     It works as long as the process of the tests lives, without standard input.
     """
-    server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), forks)
+    server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Forks)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
     program = folder / "python"

@@ -20,13 +20,7 @@ from typing import Any, ClassVar
 JSON = dict[str, Any]
 EOS = 2
 END, TAG = "</end>", 9000  # an end tag, and the token of `FakeTokenizer` that is its text
-DEV_ROUTES = {
-    "/weight_info",
-    "/collective_rpc",
-    "/get_world_size",
-    "/pause",
-    "/resume",
-}
+DEV_ROUTES = {"/weight_info", "/collective_rpc", "/get_world_size", "/pause", "/resume"}
 DEV_ROUTES |= {"/init_weight_transfer_engine", "/start_weight_update", "/update_weights"}
 DEV_ROUTES |= {"/finish_weight_update", "/reset_prefix_cache", "/sleep", "/wake_up"}
 

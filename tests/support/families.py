@@ -341,10 +341,12 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def build(name: str, folder: Path) -> None:
+def build(name: str, folder: Path, **options: Any) -> None:
     """Write a random model whose norms and biases are no constants, and whose layers are not near zero."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(name.split(",")[0], **BASE | dict(FAMILIES[name].options))
+    settings = BASE | dict(FAMILIES[name].options) | options
+    settings |= {"text_config": settings["text_config"] | options} if "text_config" in settings else {}
+    config = AutoConfig.for_model(name.split(",")[0], **settings)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

@@ -5,12 +5,9 @@ from __future__ import annotations
 import csv
 import json
 import subprocess
-import time
 from pathlib import Path
-from typing import Any
 
 import torch
-from commands import Running
 
 
 def small_fit(model: str, folder: Path, *options: str) -> list[str]:
@@ -37,12 +34,23 @@ def sampled_by(*urls: str, push: str = "IPCPush") -> list[str]:
     return ["--rollouts.engine=rlt_lightning.engines.VLLMEngine", *named]
 
 
-def metrics(folder: Path) -> dict[int, dict[str, float]]:
+def read_metrics(folder: Path) -> dict[int, dict[str, float]]:
+    """The figures of metrics.csv, by step; none if there is no file yet."""
+    if not (folder / "metrics.csv").exists():
+        return {}
     with open(folder / "metrics.csv", newline="") as file:
-        return {
-            int(row["step"]): {k: float(v) for k, v in row.items() if v and not k.startswith("perf/")}
-            for row in csv.DictReader(file)
-        }
+        rows = list(csv.DictReader(file))
+    found = {int(row.pop("step")): {name: float(v) for name, v in row.items() if v} for row in rows}
+    assert len(found) == len(rows), "a step is there twice"
+    return found
+
+
+def metrics(folder: Path) -> dict[int, dict[str, float]]:
+    """The same without what a clock or the memory says."""
+    return {
+        step: {name: value for name, value in row.items() if not name.startswith("perf/")}
+        for step, row in read_metrics(folder).items()
+    }
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -54,14 +62,6 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 def explanation(line: str) -> tuple[int, int, int, str]:
     row = json.loads(line)
     return row["step"], row["row"], row["completion"], row["explanation"]
-
-
-def wait_for(condition: Any, process: Running, seconds: float = 120) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert process.poll() is None, process.stderr
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def assert_one_clear_line(result: subprocess.CompletedProcess[str], expected: str) -> None:

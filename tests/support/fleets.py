@@ -12,24 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from fake_worker import (
-    END,
-    EOS,
-    FakeTokenizer,
-    FakeWorker,
-    fake_vllm,
-    made_up,
-)
+from fake_worker import END, EOS, FakeTokenizer, FakeWorker, fake_vllm, made_up
 from sampling import build_requests, sample_groups
 from transformers import LlamaConfig
 
-from rlt_lightning.engines import (
-    IPCPush,
-    Launch,
-    Sampling,
-    VLLMEngine,
-    WorkersLost,
-)
+from rlt_lightning.engines import IPCPush, Launch, Sampling, VLLMEngine, WorkersLost
 from rlt_lightning.types import Completion
 
 SAMPLING = Sampling(max_completion_length=6)

@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
-Row = dict[str, Any]
-
-
-def write(path: Path, rows: list[Row]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
+from rows_of import write
 
 SECRETS = ("zebrafinch", "quokka", "axolotl", "pangolin", "narwhal", "capybara")
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
 from collections.abc import Callable
-from pathlib import Path
 from random import Random
 
 import psutil
@@ -65,10 +65,17 @@ def send_sigterm(run: Running, to: str, random: Random) -> None:
         os.killpg(run.pid, signal.SIGTERM)
 
 
-def wait_for(condition: Callable[[], bool], run: Running, log: Path) -> None:
+def wait_for(condition: Callable[[], bool], run: Running) -> None:
+    """Wait for something that happens while the command runs."""
     deadline = time.monotonic() + 600
     while not condition():
         if run.poll() is not None or time.monotonic() > deadline:
-            os.killpg(run.pid, signal.SIGKILL)
-            pytest.fail(f"status {run.returncode}: {log.read_text()[-3000:]}")
+            run.killpg()
+            pytest.fail(f"status {run.returncode}: {run.stderr[-3000:]}")
         time.sleep(0.001)
+
+
+def fault(hook: str, kind: str, step: int = 1, rank: int = 0, **options: int) -> str:
+    """Return an option with which a run has a `faults.Fault`."""
+    arguments = {"rank": rank, "hook": hook, "kind": kind, "step": step} | options
+    return "--trainer.callbacks+=" + json.dumps({"class_path": "faults.Fault", "init_args": arguments})

@@ -8,13 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlt_lightning.engines import (
-    EngineError,
-    HFEngine,
-    Placement,
-    SampleRequest,
-    Sampling,
-)
+from rlt_lightning.engines import EngineError, HFEngine, Placement, SampleRequest, Sampling
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.types import Completion
 

@@ -1,21 +1,18 @@
-"""Read the rows of a JSONL file, and wait for a run."""
+"""Read and write the rows of a JSONL file."""
 
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
-
-from commands import Running
 
 
 def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.open()]
 
 
-def wait_until(holds: Callable[[], bool], run: Running) -> None:
-    while not holds():
-        assert run.poll() is None, "the run ended by itself"
-        time.sleep(0.02)
+def write(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path

@@ -1,10 +1,10 @@
-"""Call an engine once and return what it sampled as lists, for short tests."""
+"""Call an engine once and return what it sampled as lists; an engine that samples what it is told."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from rlt_lightning.engines import Engine, SampleRequest, Sampling
+from rlt_lightning.engines import Engine, HFEngine, SampleRequest, Sampling
 from rlt_lightning.types import Completion
 
 
@@ -35,3 +35,16 @@ def sample_groups(
 def numbered(groups: Iterable[Iterable[Completion]]) -> Iterator[tuple[int, Completion]]:
     """What `Engine.sample` yields of whole groups."""
     return enumerate(completion for group in groups for completion in group)
+
+
+class Scripted(HFEngine):
+    """Returns, for each request, what a function writes."""
+
+    def __init__(self, write: Callable[[SampleRequest], list[Completion]]) -> None:
+        super().__init__()
+        self.write = write
+
+    def sample(
+        self, requests: Sequence[SampleRequest], sampling: Sampling, stop: str
+    ) -> Iterator[tuple[int, Completion]]:
+        yield from numbered(map(self.write, requests))

@@ -2,36 +2,42 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
-import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from rlt_lightning.models.load import load_model
 
 VERSION = "0123abcd-000007"
 
 
-def sharded_model(strategy: str, name: str) -> Any:
+def join_ranks(rank: int, strategy: str = "") -> None:
+    """Meet the other rank by gloo, in DeepSpeed too if the strategy is its own."""
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+    if strategy.startswith("zero"):
+        import deepspeed
+
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it compiles for a minute
+        deepspeed.init_distributed("gloo")
+
+
+def shard(model: Any) -> Any:
+    """Shard a module by FSDP2."""
+    return fully_shard(model, mesh=init_device_mesh("cpu", (2,)), reshard_after_forward=True)
+
+
+def sharded_model(rank: int, strategy: str, name: str) -> Any:
     """The model as FSDP2 or DeepSpeed ZeRO-3 leaves it on this rank."""
+    join_ranks(rank, strategy)
     model = load_model(name)
     if strategy == "fsdp2":
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
-        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
         for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        return fully_shard(model, mesh=mesh)
+            shard(layer)
+        return shard(model)
     import deepspeed
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it compiles for a minute
-    deepspeed.init_distributed("gloo")
     deepspeed.zero.Init(module=model, dtype=torch.float32)
     return model
-
-
-def require_strategy(strategy: str) -> None:
-    if strategy == "zero3" and find_spec("deepspeed") is None:
-        pytest.skip("needs the deepspeed extra")

@@ -14,25 +14,20 @@ from threading import Event
 from typing import Any, ClassVar, Literal
 
 import torch
+from compared import gather_whole
 from lightning.pytorch import Callback, Trainer
 from parity import Parity
 from ranks import STEPS, done_file
 from safetensors.torch import save_file
 from sampling import numbered
+from trainers import bare_trainer
 
-from rlt_lightning.callbacks import (
-    Checkpoint,
-    DynamicSampling,
-    ModelExporter,
-    ReferenceSync,
-    RolloutCallback,
-)
+from rlt_lightning.callbacks import Checkpoint, DynamicSampling, ModelExporter, ReferenceSync, RolloutCallback
 from rlt_lightning.checkpoints.export import Adapter
-from rlt_lightning.checkpoints.io import FolderCheckpointIO
 from rlt_lightning.datamodules import StudentLikelihoodData, StudentOPDData, TeacherRLData
 from rlt_lightning.engines import EngineError, HFEngine, Placement, SampleRequest, Sampling
 from rlt_lightning.models.lora import LoRA
-from rlt_lightning.models.weights import stored_once, whole_tensors
+from rlt_lightning.models.weights import stored_once
 from rlt_lightning.modules import OPDModule, RLTModule
 from rlt_lightning.modules.on_policy import OnPolicyModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
@@ -178,12 +173,12 @@ class Keep(Callback):
         assert not getattr(trainer.strategy.model, "broadcast_buffers", False)  # of DDP
         counts = self.output.with_suffix(f".rank{trainer.global_rank}.json")
         counts.write_text(json.dumps(pl_module.counts))
-        weights = {}
-        for name, tensor in stored_once(pl_module.policy).items():
-            with whole_tensors([tensor]) as [whole]:
-                weights[name] = whole.detach().clone().cpu()
+        weights = gather_whole(stored_once(pl_module.policy).items())
         if trainer.is_global_zero:
-            save_file(weights, self.output.with_suffix(".safetensors"))
+            save_file(
+                {name: tensor.cpu() for name, tensor in weights.items()},
+                self.output.with_suffix(".safetensors"),
+            )
             self.output.with_suffix(".json").write_text(json.dumps(self.metrics))
 
 
@@ -261,21 +256,10 @@ def run_job(
         Checkpoint(1, save_top_k=-1),
         Keep(folder, spoil),
     ]
-    trainer = Trainer(
-        default_root_dir=folder,
-        accelerator="gpu" if PRETENDED in sys.modules else "cpu",
-        max_steps=steps,
-        max_epochs=-1,
-        logger=False,
-        plugins=[FolderCheckpointIO()],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        use_distributed_sampler=False,
-        callbacks=[*callbacks, *([ModelExporter(adapter=adapter)] if lora or export else [])],
-        **options,
-        precision="bf16-mixed" if strategy.endswith("_bf16") else "32-true",
-    )
+    callbacks += [ModelExporter(adapter=adapter)] if lora or export else []
+    options["accelerator"] = "gpu" if PRETENDED in sys.modules else "cpu"
+    options["precision"] = "bf16-mixed" if strategy.endswith("_bf16") else "32-true"
+    trainer = bare_trainer(folder, *callbacks, steps=steps, **options)
     shared: dict[str, Any] = dict(
         group_size=4,
         optimizer=OptimizerConfig(

@@ -122,6 +122,13 @@ def uses_workers(config: Path) -> bool:
     return config in OVERLAYS and ("VLLMEngine" in config.read_text() or config.stem == "vllm_async")
 
 
+def written_file(verb: str, settings: dict[str, Any]) -> str:
+    """Return the file that a run of the config leaves."""
+    if generates(settings):
+        return "distillation.jsonl"
+    return {"fit": "metrics.csv", "test": "evaluation.json", "predict": "scores.jsonl"}[verb]
+
+
 class StrictEntry(ModelEntry):
     """An entry that returns only what the hooks of DeepSpeed ZeRO-3 can read."""
 

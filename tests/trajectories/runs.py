@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from compared import gather_whole
 from lightning.pytorch import Callback, Trainer
 from parity import Parity
 from replay import COLUMNS, Recorder, ReplayEngine
@@ -39,7 +40,7 @@ from rlt_lightning.datamodules import (
 from rlt_lightning.datamodules.evaluation import Response
 from rlt_lightning.engines import HFEngine, Placement, Sampling
 from rlt_lightning.models.lora import LoRA
-from rlt_lightning.models.weights import stored_once, whole_tensors
+from rlt_lightning.models.weights import stored_once
 from rlt_lightning.modules import OPDModule, RLTModule, SFTModule
 from rlt_lightning.modules.evaluation import EvaluationModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
@@ -129,11 +130,7 @@ UPDATE: dict[str, Any] = {"optimizer": OPTIMIZER, "micro_batch_tokens": 250}
 
 def data(tokenizer: str, kind: type[StratosDataModule] = TeacherRLData, **options: Any) -> StratosDataModule:
     """Return chains as rows, two problems in a step."""
-    defaults = {
-        "source": "chains",
-        "num_embedded_rows": NUM_ROWS,
-        "prompts_per_step": 2,
-    }
+    defaults = {"source": "chains", "num_embedded_rows": NUM_ROWS, "prompts_per_step": 2}
     return kind(tokenizer=tokenizer, **defaults | options)
 
 
@@ -230,16 +227,7 @@ def evaluation() -> Setup:
     )
     module.attach(sampler)
     sets: dict[str, Any] = {"arithmetic": str(FOLDER / "recorded" / "arithmetic.jsonl")}
-    return Setup(
-        module,
-        EvaluationDataModule(
-            sets,
-            max_rows=6,
-            num_samples=2,
-            batch_size=3,
-            tags="r1",
-        ),
-    )
+    return Setup(module, EvaluationDataModule(sets, max_rows=6, num_samples=2, batch_size=3, tags="r1"))
 
 
 KINDS: dict[str, Callable[[], Setup]] = {
@@ -349,11 +337,7 @@ class Watch(Callback):
 
 def copy_weights(module: Any) -> dict[str, torch.Tensor]:
     """Return whole copies of a policy's weights by name, float64, on every rank."""
-    copies = {}
-    for name, tensor in stored_once(module.policy).items():
-        with whole_tensors([tensor]) as [whole]:
-            copies[name] = whole.detach().double().clone()
-    return copies
+    return {n: weight.double() for n, weight in gather_whole(stored_once(module.policy).items()).items()}
 
 
 def collect_figures(trainer: Trainer) -> dict[str, float]:

@@ -9,46 +9,38 @@ from typing import Any
 import pytest
 import torch
 from cases import full
-from commands import ROOT, rlt
+from commands import ROOT, run_rlt
 from compared import largest_difference
 from copy_engine import CopyEngine
-from fits import metrics
+from fits import explanation, metrics, small_fit, weights
+from launchers import STRATEGIES
 from safetensors.torch import load_file
 from torch.distributed import get_rank
 
 from rlt_lightning.engines import EngineError
 from rlt_lightning.models.load import load_model
 from rlt_lightning.models.packed import sequence_log_probs
-from rlt_lightning.run.jsonl import read_json_rows
 
 ENGINES = {"own": "HFEngine", "copy": "copy_engine.CopyEngine"}
-STRATEGIES = {
-    "ddp": ["--trainer.devices=2", "--trainer.strategy=ddp"],
-    "fsdp2": ["--trainer.devices=2", "--config=configs/hardware/fsdp2.yaml"],
-}
 
 
-def train(engine: str, folder: Path, model: str, *options: str) -> None:
-    words = ["fit", "--config=tests/rlt.yaml", f"--model.teacher={model}", f"--model.student={model}"]
-    words += ["--trainer.max_steps=3", "--trainer.val_check_interval=1", "--data.val_rows=2"]
-    words += ["--data.num_embedded_rows=8", "--rollouts.sampling.max_completion_length=16"]
-    words += ["--model.optimizer.lr=1e-3", "--model.importance_sampling=null"]
-    words += [f"--rollouts.engine={engine}", f"--output_dir={folder}", *options]
+def train(engine: str, folder: Path, model: str, strategy: str) -> None:
+    words = ["--trainer.max_steps=3", "--trainer.val_check_interval=1", "--data.val_rows=2"]
+    words += ["--trainer.devices=2", *STRATEGIES[strategy], "--model.importance_sampling=null"]
+    words += ["--rollouts.sampling.max_completion_length=16", f"--rollouts.engine={engine}"]
     places = [ROOT / "examples", ROOT / "tests/support", Path(__file__).parent]
-    result = rlt(*words, PYTHONPATH=os.pathsep.join(map(str, places)))
-    assert result.returncode == 0, result.stderr[-3000:]
+    run_rlt(*small_fit(model, folder, *words), PYTHONPATH=os.pathsep.join(map(str, places)))
 
 
 @pytest.mark.parametrize("strategy", [full("ddp"), "fsdp2"])
 def test_a_copy_per_rank_samples_and_trains_the_same(strategy: str, tiny_model: str, tmp_path: Path) -> None:
     rows: dict[str, Any] = {}
     for name, engine in ENGINES.items():
-        train(engine, tmp_path / name, tiny_model, *STRATEGIES[strategy])
-        rollouts = list(read_json_rows(tmp_path / name / "rollouts.jsonl"))
-        rows[name] = [(row["step"], row["row"], row["explanation"]) for row in rollouts]
+        train(engine, tmp_path / name, tiny_model, strategy)
+        rows[name] = [explanation(line) for line in (tmp_path / name / "rollouts.jsonl").open()]
     assert len(rows["own"]) > 0
     assert rows["copy"] == rows["own"]
-    own, copy = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ENGINES)
+    own, copy = (weights(tmp_path / name) for name in ENGINES)
     assert largest_difference(own, load_file(Path(tiny_model) / "model.safetensors")) > 1e-4
     assert largest_difference(copy, own) < (1e-5 if strategy == "fsdp2" else 1e-9)
     for row in metrics(tmp_path / "copy").values():
@@ -67,8 +59,8 @@ class Forgetful(CopyEngine):
 @pytest.mark.full
 def test_all_ranks_gather_for_one_that_lost_its_copy(tiny_model: str, tmp_path: Path) -> None:
     for engine in ("copy_engine.CopyEngine", "test_copy_engine.Forgetful"):
-        train(engine, tmp_path / engine, tiny_model, *STRATEGIES["fsdp2"])
-    kept, lost = (load_file(folder / "model" / "model.safetensors") for folder in sorted(tmp_path.iterdir()))
+        train(engine, tmp_path / engine, tiny_model, "fsdp2")
+    kept, lost = map(weights, sorted(tmp_path.iterdir()))
     assert largest_difference(kept, lost) < 1e-9
 
 

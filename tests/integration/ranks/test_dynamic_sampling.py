@@ -21,9 +21,9 @@ from outside import Outside
 from parity import Parity
 from ranks import run
 from torch import Tensor
+from trainers import bare_trainer
 
 from rlt_lightning.callbacks import Checkpoint, DynamicSampling, RolloutCallback
-from rlt_lightning.checkpoints.io import FolderCheckpointIO
 from rlt_lightning.datamodules import StratosDataModule, StudentRLData, TeacherRLData
 from rlt_lightning.engines import HFEngine, Sampling
 from rlt_lightning.modules import RLTModule
@@ -137,35 +137,18 @@ def fit(
     prompts: int = PROMPTS,
     score_early: bool = True,
     kind: Any = TeacherRLData,
-    teacher: str = "",
     kl_coef: float = 0.04,
-    length: int = 8,
-    source: str = "chains",
     steps: int = STEPS,
-    epochs: int = -1,
-    every: int = 1,
 ) -> tuple[Seen, StratosDataModule]:
     """Train; rounds None is without dynamic sampling."""
     seen = seen or Seen()
     dynamic = None if rounds is None else DynamicSampling(rounds)
-    callback = RolloutCallback(
-        engine, Sampling(max_completion_length=length), score_early=score_early, dynamic_sampling=dynamic
-    )
-    trainer = Trainer(
-        default_root_dir=folder,
-        accelerator="cpu",
-        max_steps=steps,
-        max_epochs=epochs,
-        logger=False,
-        plugins=[FolderCheckpointIO()],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        callbacks=[callback, seen, Checkpoint(every, save_top_k=-1)],
-    )
+    sampling = Sampling(max_completion_length=8)
+    callback = RolloutCallback(engine, sampling, score_early=score_early, dynamic_sampling=dynamic)
+    trainer = bare_trainer(folder, callback, seen, Checkpoint(1, save_top_k=-1), steps=steps)
     reward = Parity() if reward is None else reward
     module = RLTModule(
-        teacher or model,
+        model,
         model if isinstance(reward, RLTReward) else None,
         group_size=GROUP_SIZE,
         reward=reward,
@@ -174,7 +157,7 @@ def fit(
         micro_batch_tokens=600,
     )
     datamodule = kind(
-        source=source,
+        source="chains",
         num_embedded_rows=rows,
         prompts_per_step=prompts,
         output_dir=str(folder),
@@ -348,8 +331,7 @@ COUNTS = ("sampled_problems", "dropped_groups", "dropped_tokens", "refill_rounds
 
 
 @pytest.mark.parametrize(
-    ("strategy", "early"),
-    [full("ddp", False), full("fsdp2", False), full("zero3", True)],
+    ("strategy", "early"), [full("ddp", False), full("fsdp2", False), full("zero3", True)]
 )
 def test_two_processes_train_as_one(
     strategy: str, early: bool, single: Path, tiny_model: str, tmp_path: Path

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import full
-from commands import rlt
+from commands import run_rlt
 from compared import largest_difference
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -22,8 +22,7 @@ def test_a_checkpoint_becomes_an_ordinary_model_folder(
     strategy: str, runs: dict[str, Path], tiny_model: str, tmp_path: Path
 ) -> None:
     checkpoint, folder = runs[strategy] / "checkpoints" / "step=000005.ckpt", tmp_path / "model"
-    result = rlt("export", f"--ckpt_path={checkpoint}", f"--output_dir={folder}")
-    assert result.returncode == 0, result.stderr
+    result = run_rlt("export", f"--ckpt_path={checkpoint}", f"--output_dir={folder}")
     assert result.stdout == f"Done: {folder}, from {checkpoint}\n"
     model = AutoModelForCausalLM.from_pretrained(folder)
     trained = load_file(runs[strategy].with_suffix(".safetensors"))  # gathered at the end of the run

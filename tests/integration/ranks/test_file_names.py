@@ -11,12 +11,13 @@ import torch
 from cases import full
 from compared import largest_difference
 from fake_worker import FakeWorker
+from families import build
 from ranks import call, run
 from safetensors.torch import load_file
-from sharded import VERSION, require_strategy, sharded_model
+from sharded import VERSION, sharded_model
 from torch import Tensor
 from trainers import bare_trainer
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from rlt_lightning.callbacks import ModelExporter
 from rlt_lightning.datamodules import StudentSFTData
@@ -24,61 +25,24 @@ from rlt_lightning.engines import IPCPush
 from rlt_lightning.engines.client import WorkerClient
 from rlt_lightning.models.file_names import to_file_names
 from rlt_lightning.models.load import empty_model, load_model
-from rlt_lightning.models.lora import (
-    LoRA,
-    add_adapter,
-)
-from rlt_lightning.models.weights import (
-    Deferred,
-    gather_in_groups,
-    stored_once,
-    whole_tensors,
-    write_weights,
-)
+from rlt_lightning.models.lora import LoRA, add_adapter
+from rlt_lightning.models.weights import Deferred, gather_in_groups, stored_once, whole_tensors, write_weights
 from rlt_lightning.modules import SFTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.rollouts.weight_sync import list_weights
 from rlt_lightning.types import InputError
 
-BASE: dict[str, Any] = {
-    "vocab_size": 8192, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 2048,
-    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "initializer_range": 0.1,
-}  # fmt: skip
-EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-SHARED = EXPERTS | {"shared_expert_intermediate_size": 32}
-VISION = {
-    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "image_size": 28, "patch_size": 14,
-}  # fmt: skip
-MAMBA = {
-    "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": 16,
-}  # fmt: skip
-FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen3_moe": BASE | EXPERTS,
-    "mixtral": BASE | EXPERTS,
-    "deepseek_v3": BASE
-    | {
-        "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 32,
-        "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "kv_lora_rank": 16, "q_lora_rank": 24,
-        "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32, "head_dim": 16,
-    },
-    "qwen2_moe": BASE | SHARED,
-    "granitemoehybrid": BASE | EXPERTS | MAMBA | {"layer_types": ["mamba", "attention"]},
-    "gpt_neox": BASE,
-    "gemma3": {"text_config": BASE, "vision_config": VISION, "mm_tokens_per_image": 4},
-}  # fmt: skip
+FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3", "qwen2_moe", "granitemoehybrid", "gpt_neox", "gemma3")
 
 
 @pytest.fixture(scope="module")
 def folders(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Folders of tiny random models, as transformers writes them, with a tokenizer."""
     found = {}
-    for family, settings in FAMILIES.items():
+    for family in FAMILIES:
         folder = tmp_path_factory.mktemp(family)
         shutil.copytree(tiny_model, folder, dirs_exist_ok=True)
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings)).save_pretrained(folder)
+        build(family, folder, vocab_size=8192, max_position_embeddings=2048)
         found[family] = str(folder)
     return found
 
@@ -151,9 +115,7 @@ def require_pushed(model: str, worker: FakeWorker) -> None:
 
 
 def push_shards(rank: int, strategy: str, name: str, url: str) -> None:
-    if not torch.distributed.is_initialized():
-        torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
-    model = sharded_model(strategy, name)
+    model = sharded_model(rank, strategy, name)
     named_tensors = to_file_names(model, list(model.named_parameters()))
     push = IPCPush(bucket_mib=1)
     if rank == 0:
@@ -166,10 +128,8 @@ def push_shards(rank: int, strategy: str, name: str, url: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["fsdp2", full("zero3")])
 def test_shards_of_experts_are_pushed_whole(strategy: str, folders: dict[str, str], tmp_path: Path) -> None:
-    require_strategy(strategy)
     with FakeWorker() as worker:
-        arguments = strategy, folders["qwen3_moe"], worker.url
-        call(push_shards, tmp_path, *arguments)
+        call(push_shards, tmp_path, strategy, folders["qwen3_moe"], worker.url)
     require_pushed(folders["qwen3_moe"], worker)
 
 

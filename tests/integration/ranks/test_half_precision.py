@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from cases import full, slow
-from commands import rlt
+from commands import run_rlt
 from compared import STOP, largest_difference, weights
+from fits import small_fit
+from launchers import STRATEGIES
 from ranks import STEPS, run
 from safetensors.torch import load_file
 
@@ -83,16 +85,10 @@ def test_a_gradient_that_is_not_finite_stops_the_run(strategy: str, tiny_model: 
 
 @pytest.mark.parametrize("strategy", [full("fsdp2"), slow("zero3")])
 def test_what_is_exported_are_the_fp32_weights(strategy: str, tiny_model: str, tmp_path: Path) -> None:
-    if strategy == "zero3":
-        pytest.importorskip("deepspeed")
-    command = ["fit", "--config=tests/rlt.yaml"]
-    command += [f"--config=configs/hardware/{strategy}.yaml", "--trainer.devices=2"]
-    command += [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}", "--trainer.max_steps=2"]
-    command += ["--trainer.precision=bf16-mixed", "--model.student_dtype=bfloat16"]
-    command += ["--rollouts.sampling.max_completion_length=8", "--data.num_embedded_rows=8"]
-    command += ["--data.val_rows=2", f"--output_dir={tmp_path / 'run'}"]
-    result = rlt(*command)
-    assert result.returncode == 0, result.stderr[-3000:]
+    words = [*STRATEGIES[strategy], "--trainer.devices=2", "--trainer.max_steps=2", "--data.val_rows=2"]
+    words += ["--trainer.precision=bf16-mixed", "--model.student_dtype=bfloat16"]
+    words += ["--rollouts.sampling.max_completion_length=8"]
+    run_rlt(*small_fit(tiny_model, tmp_path / "run", *words))
     [checkpoint] = (tmp_path / "run" / "checkpoints").iterdir()
     kept = load_file(checkpoint / "weights" / "model.safetensors")
     exported = load_file(tmp_path / "run" / "model" / "model.safetensors")

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from cases import full
-from commands import rlt
+from commands import run_rlt
+from compared import gather_whole
 from families import build
 from grpo import data, module, rollout_callback
 from lightning.pytorch import Callback
@@ -25,7 +26,7 @@ from rlt_lightning.callbacks import ReferenceSync
 from rlt_lightning.models import lora as lora_module
 from rlt_lightning.models.load import empty_model, load_model
 from rlt_lightning.models.lora import LoRA, add_adapter, defer_merge, merge_weights, without_adapter
-from rlt_lightning.models.weights import stored_once, trained_tensors, whole_tensors
+from rlt_lightning.models.weights import stored_once, trained_tensors
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.numerics.losses import GRPOLoss
 from rlt_lightning.types import InputError
@@ -51,11 +52,7 @@ def log_probs(model: Any) -> Tensor:
 
 
 def merged(model: Any) -> dict[str, Tensor]:
-    weights = {}
-    for name, tensor in merge_weights(model, stored_once(model)):
-        with whole_tensors([tensor]) as [whole]:
-            weights[name] = whole.detach().clone()
-    return weights
+    return gather_whole(merge_weights(model, stored_once(model)))
 
 
 def test_only_chosen_layers_are_adapted(tiny_model: str) -> None:
@@ -272,8 +269,7 @@ def test_an_adapter_is_exported_merged_and_separate(
     checkpoint = adapters["fsdp2"] / "checkpoints" / "step=000004.ckpt"
     for adapter in ("merged", "separate"):
         options = [f"--ckpt_path={checkpoint}", f"--output_dir={tmp_path / adapter}", f"--adapter={adapter}"]
-        result = rlt("export", *options)
-        assert result.returncode == 0, result.stderr
+        run_rlt("export", *options)
     assert "LoRA | rank 4, alpha 8.0" in (tmp_path / "merged" / "README.md").read_text()
     assert torch.equal(log_probs(with_peft(tiny_model, tmp_path / "separate")), alone)
     config = json.loads((tmp_path / "separate" / "adapter_config.json").read_text())
@@ -290,8 +286,7 @@ def test_half_precision_rounds_neither_the_start_nor_the_export(tiny_model: str,
     add_adapter(start, LORA, seed=0)
     initial = load_file(folder / "initial.ckpt" / "weights" / "model.safetensors")
     assert all(torch.equal(initial[name], tensor) for name, tensor in trained_tensors(start).items())
-    result = rlt("export", f"--ckpt_path={folder}", f"--output_dir={tmp_path / 'model'}")
-    assert result.returncode == 0, result.stderr
+    run_rlt("export", f"--ckpt_path={folder}", f"--output_dir={tmp_path / 'model'}")
     ours, theirs = (load_file(f / "model.safetensors") for f in (folder / "model", tmp_path / "model"))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     changed = ours["model.layers.0.mlp.down_proj.weight"]

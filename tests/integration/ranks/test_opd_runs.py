@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 from cases import full
-from commands import rlt
+from commands import run_rlt
 from compared import largest_difference, weights
 from distillation import HINT, Witness, data, fit, module, teacher  # noqa: F401
 from fake_worker import worker_of
+from fits import metrics
 from miniatures import PIECES
 from ranks import run
+from rows_of import read
 from torch import Tensor
 from trainers import bare_trainer
 from transformers import AutoModelForCausalLM
@@ -175,33 +176,19 @@ def test_a_run_validates_evaluates_exports_and_is_tested_as_it_was_trained(tmp_p
     evaluate = {"class_path": "rlt_lightning.callbacks.EvaluateEvery", "init_args": asked}
     command = ["fit", "--config=laptop/opd", *small, "--trainer.max_steps=2", f"--output_dir={tmp_path}"]
     command += ["--trainer.val_check_interval=1", f"--trainer.callbacks+={json.dumps(evaluate)}"]
-    result = rlt(*command)
-    assert result.returncode == 0, result.stderr[-3000:]
+    result = run_rlt(*command)
     assert "rlt test --config " in result.stdout + result.stderr  # what to do next
-    with open(tmp_path / "metrics.csv", newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["policy/loss"]]  # not the evaluation at the start
+    rows = [row for row in metrics(tmp_path).values() if "policy/loss" in row]  # not the first evaluation
     assert len(rows) == 2
-    assert all(float(row["distill/val_divergence"]) > 0 for row in rows)
-    logged = float(rows[-1]["eval/chains/pass_at_1"])
-    recorded = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").open()]
+    assert all(row["distill/val_divergence"] > 0 for row in rows)
+    recorded = read(tmp_path / "rollouts.jsonl")
     assert len(recorded) == 8
     for row in recorded:
         assert row["reward"] <= 0 < row["judged_tokens"] <= row["num_tokens"]
     # The model's own record decides how it is asked.
-    test = [
-        "test",
-        "--config=recipe_7b/evaluate",
-        f"--model.pretrained={tmp_path / 'model'}",
-        "--data.sets={chains: null}",
-    ]
-    test += [
-        "--data.max_rows=6",
-        "--seed=3",
-        "--rollouts.sampling.temperature=0.7",
-        "--trainer.accelerator=cpu",
-    ]
-    test += ["--rollouts.sampling.max_completion_length=72", f"--output_dir={tmp_path / 'test'}"]
-    result = rlt(*test)
-    assert result.returncode == 0, result.stderr[-3000:]
+    test = ["test", "--config=recipe_7b/evaluate", f"--model.pretrained={tmp_path / 'model'}"]
+    test += ["--data.sets={chains: null}", "--data.max_rows=6", "--seed=3", "--trainer.accelerator=cpu"]
+    test += ["--rollouts.sampling.temperature=0.7", "--rollouts.sampling.max_completion_length=72"]
+    run_rlt(*test, f"--output_dir={tmp_path / 'test'}")
     found = json.loads((tmp_path / "test" / "evaluation.json").read_text())
-    assert found["sets"]["chains"]["pass_at_1"] == pytest.approx(logged)
+    assert found["sets"]["chains"]["pass_at_1"] == pytest.approx(rows[-1]["eval/chains/pass_at_1"])

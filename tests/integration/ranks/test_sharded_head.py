@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import ranks
 import torch
+from sharded import join_ranks, shard
 from slow_logits import slow_logits, token_log_probs
 from torch import Tensor, nn
 
@@ -111,10 +112,7 @@ def expected_gradients(slow: Callable[..., Tensor]) -> dict[str, Tensor]:
 def sharded_teacher(strategy: str) -> Callable[..., Tensor]:
     teacher = teacher_model()
     if strategy == "fsdp2":
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
-        fully_shard(teacher, mesh=init_device_mesh("cpu", (2,)), reshard_after_forward=True)
+        shard(teacher)
         assert teacher.lm_head.weight.to_local().numel() == NUM_WORDS * SIZE // 2
         return teacher
     run = ZeRO3(SimpleNamespace(config=ZERO3)).freeze(teacher)
@@ -130,13 +128,7 @@ ZERO3 = {
 
 
 def rank_main(rank: int, strategy: str, what: str) -> None:
-    if not torch.distributed.is_initialized():
-        torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
-    if strategy == "zero3":
-        import deepspeed
-
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it compiles for a minute
-        deepspeed.init_distributed("gloo")
+    join_ranks(rank, strategy)
     model, hidden, targets = example(rank)
     compute, slow = log_probs, slow_log_probs
     if what != "log_probs":
@@ -145,20 +137,17 @@ def rank_main(rank: int, strategy: str, what: str) -> None:
         slow = compute.slow
     expected = slow(model, hidden, targets)
     [expected_hidden_grad] = torch.autograd.grad(expected.sum(), hidden)
-    gathered = []
     if strategy == "fsdp2":
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
-        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        shard(model)
         assert model.lm_head.weight.to_local().numel() == NUM_WORDS * SIZE // 2
         found = model(compute, hidden, targets)
         found.sum().backward()
         gathered = [parameter.grad.full_tensor() for parameter in model.lm_head.parameters()]
     else:
-        engine, *_ = deepspeed.initialize(
-            model=model, config=ZERO3, optimizer=torch.optim.AdamW(model.parameters())
-        )
+        import deepspeed
+
+        optimizer = torch.optim.AdamW(model.parameters())
+        engine, *_ = deepspeed.initialize(model=model, config=ZERO3, optimizer=optimizer)
         assert model.lm_head.weight.ds_tensor.numel() == NUM_WORDS * SIZE // 2
         assert model.lm_head.weight.numel() == 0
         found = engine(compute, hidden, targets)
@@ -173,19 +162,7 @@ def rank_main(rank: int, strategy: str, what: str) -> None:
     torch.distributed.barrier()
 
 
-def through_a_sharded_head(strategy: str, tmp_path: Path, what: str) -> None:
-    if strategy == "zero3" and find_spec("deepspeed") is None:
-        pytest.skip("needs the deepspeed extra")
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
+@pytest.mark.parametrize("what", ["log_probs", *map(" ".join, product(OPTIONS, ("frozen", "live")))])
+def test_values_and_gradients_through_sharded_heads(what: str, strategy: str, tmp_path: Path) -> None:
     ranks.call(rank_main, tmp_path, strategy, what)
-
-
-@pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
-def test_log_probs_and_gradients_through_a_sharded_head(strategy: str, tmp_path: Path) -> None:
-    through_a_sharded_head(strategy, tmp_path, "log_probs")
-
-
-@pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
-@pytest.mark.parametrize("teacher", ["frozen", "live"])
-@pytest.mark.parametrize("kind", OPTIONS)
-def test_divergence_of_two_sharded_heads(strategy: str, teacher: str, kind: str, tmp_path: Path) -> None:
-    through_a_sharded_head(strategy, tmp_path, f"{kind} {teacher}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -16,7 +17,7 @@ import ranks
 import torch
 from cases import full
 from fake_worker import FakeWorker, join_gloo, receive
-from sharded import VERSION, require_strategy, sharded_model
+from sharded import VERSION, sharded_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlt_lightning.engines import EngineError, GlooPush, IPCPush
@@ -28,42 +29,9 @@ from rlt_lightning.models.weights import full_shape, gather_in_groups
 DIES_AT = "model.layers.1.self_attn.q_proj.weight"
 
 
-def shard(rank: int, world_size: int, strategy: str, name: str) -> list[tuple[str, Any]]:
-    """The named parameters of a sharded model, of which this rank holds its part."""
-    if not torch.distributed.is_initialized():
-        torch.distributed.init_process_group("gloo", rank=rank, world_size=world_size)
-    return list(sharded_model(strategy, name).named_parameters())
-
-
-def rank_main(rank: int, strategy: str, name: str, url: str) -> None:
-    named_tensors = shard(rank, 2, strategy, name)
-    whole = {key: parameter.shape for key, parameter in load_model(name).named_parameters()}
-    held = sum(getattr(p, "ds_tensor", p.data).numel() for _, p in named_tensors)
-    if strategy == "fsdp2":
-        held = sum(p.to_local().numel() for _, p in named_tensors)
-    assert held < 0.6 * sum(shape.numel() for shape in whole.values())  # a rank holds half
-    assert {key: full_shape(p) for key, p in named_tensors} == {k: tuple(s) for k, s in whole.items()}
-    push = IPCPush(bucket_mib=1)
-    if rank == 0:
-        push.push(named_tensors, [WorkerClient(url)], VERSION)
-    else:
-        for _ in gather_in_groups(named_tensors, push.bucket_bytes):
-            pass
-    assert sum(getattr(p, "ds_tensor", p.data).numel() for _, p in named_tensors) <= held * 2  # let go again
-    torch.distributed.barrier()
-
-
-@pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
-def test_sharded_weights_arrive_whole(strategy: str, tiny_model: str, tmp_path: Path) -> None:
-    require_strategy(strategy)
-    with FakeWorker() as worker:
-        ranks.call(rank_main, tmp_path, strategy, tiny_model, worker.url)
-    assert worker.version == VERSION
-    assert worker.calls.count("POST /update_weights") == 3  # the embedding is larger than a bucket
-    arrived = worker.tensors
-    for name, tensor in load_model(tiny_model).named_parameters():
-        assert torch.equal(arrived.pop(name), tensor), name
-    assert arrived == {}
+def count_held(named_tensors: list[tuple[str, Any]]) -> int:
+    """Return how many numbers of the weights this rank has in memory, without its shard of ZeRO-3."""
+    return sum((p.to_local() if hasattr(p, "to_local") else p.data).numel() for _, p in named_tensors)
 
 
 # Collectives of the trainer and parts of a send, in the order in which this process begins them
@@ -88,10 +56,7 @@ class Record(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-PUSHES: dict[str, Callable[..., BucketPush]] = {
-    "ipc": IPCPush,
-    "gloo": GlooPush,
-}
+PUSHES: dict[str, Callable[..., BucketPush]] = {"ipc": IPCPush, "gloo": GlooPush}
 
 
 @contextmanager
@@ -116,20 +81,14 @@ def recorded(record: Record, push: BucketPush) -> Iterator[None]:
 
 
 def push_main(
-    rank: int,
-    world_size: int,
-    strategy: str,
-    name: str,
-    kind: str,
-    folder: str,
-    urls: list[str],
-    timeout_s: float,
-    num_pushes: int,
+    rank: int, strategy: str, name: str, kind: str, folder: str, urls: list[str], num_pushes: int
 ) -> None:
     """Push and write down, on each rank, what was begun in which order, and which workers failed."""
-    named_tensors = shard(rank, world_size, strategy, name)
-    push = PUSHES[kind](bucket_mib=1, timeout_s=timeout_s)
-    push.bucket_bytes = 2**17
+    named_tensors = list(sharded_model(rank, strategy, name).named_parameters())
+    held = count_held(named_tensors)
+    assert held < 0.6 * sum(math.prod(full_shape(p)) for _, p in named_tensors)
+    push = PUSHES[kind](bucket_mib=1, timeout_s=60.0)
+    push.bucket_bytes = 2**17  # less than the embedding
     workers = [WorkerClient(url) for url in urls]
     results = []
     for _ in range(num_pushes):
@@ -147,6 +106,7 @@ def push_main(
                 for _ in gather_in_groups(named_tensors, push.bucket_bytes):
                     pass
             torch.distributed.barrier()  # every rank comes here, whatever failed
+        assert failure or count_held(named_tensors) == held  # what was gathered is let go
         results.append({"events": record.events, "failure": failure})
         workers = workers[1:] or workers  # the first is the one that tests kill
     push.close()
@@ -154,15 +114,12 @@ def push_main(
 
 
 def run_push(
-    strategy: str, kind: str, world_size: int, model: str, folder: Path, *workers: FakeWorker, **options: Any
+    strategy: str, kind: str, model: str, folder: Path, *workers: FakeWorker, num_pushes: int = 1
 ) -> list[list[dict[str, Any]]]:
-    """Push from that many ranks to workers; what each rank wrote down of each push."""
-    require_strategy(strategy)
+    """Push from two ranks to workers; what each rank wrote down of each push."""
     urls = [worker.url for worker in workers]
-    timeout_s, num_pushes = options.get("timeout_s", 60.0), options.get("num_pushes", 1)
-    arguments = (world_size, strategy, model, kind, str(folder), urls, timeout_s, num_pushes)
-    ranks.call(push_main, folder, *arguments, world_size=world_size)
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world_size)]
+    ranks.call(push_main, folder, strategy, model, kind, str(folder), urls, num_pushes)
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 
 def receiver(
@@ -189,21 +146,15 @@ def split_sends(events: list[str]) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "kind", "world_size"),
-    [
-        ("fsdp2", "ipc", 2),
-        ("zero3", "ipc", 2),
-        ("fsdp2", "gloo", 2),
-        full("zero3", "gloo", 2),
-    ],
+    ("strategy", "kind"), [("fsdp2", "ipc"), ("zero3", "ipc"), ("fsdp2", "gloo"), full("zero3", "gloo")]
 )
-def test_nothing_is_gathered_within_a_send(
-    strategy: str, kind: str, world_size: int, tiny_model: str, tmp_path: Path
+def test_shards_arrive_whole_by_gathers_between_sends(
+    strategy: str, kind: str, tiny_model: str, tmp_path: Path
 ) -> None:
     received: dict[str, Any] = {}
     with ExitStack() as stack:
         workers = [stack.enter_context(receiver(name, received)) for name in ("one", "two")]
-        found = run_push(strategy, kind, world_size, tiny_model, tmp_path, *workers)
+        found = run_push(strategy, kind, tiny_model, tmp_path, *workers)
         assert [worker.version for worker in workers] == [VERSION] * 2
         assert all(worker.calls.count("POST /start_weight_update") == 1 for worker in workers)
     events = found[0][0]["events"]
@@ -220,13 +171,7 @@ def test_nothing_is_gathered_within_a_send(
 
 
 @pytest.mark.parametrize(
-    ("strategy", "kind"),
-    [
-        ("fsdp2", "ipc"),
-        ("fsdp2", "gloo"),
-        full("zero3", "ipc"),
-        full("zero3", "gloo"),
-    ],
+    ("strategy", "kind"), [("fsdp2", "ipc"), ("fsdp2", "gloo"), full("zero3", "ipc"), full("zero3", "gloo")]
 )
 def test_ranks_stay_in_step_when_a_worker_dies(
     strategy: str, kind: str, tiny_model: str, tmp_path: Path
@@ -238,7 +183,7 @@ def test_ranks_stay_in_step_when_a_worker_dies(
         here = receiver("here", received)
         for worker in (there, here):
             stack.enter_context(worker)
-        found = run_push(strategy, kind, 2, tiny_model, tmp_path, there, here, num_pushes=2)
+        found = run_push(strategy, kind, tiny_model, tmp_path, there, here, num_pushes=2)
     first, second = found[0]
     assert first["failure"] is not None
     # The other rank gathered everything in step with rank 0, which went on when sending had failed.

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import shutil
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,15 +13,26 @@ import pytest
 import ranks
 import torch
 from cases import full, slow
-from commands import rlt
-from compared import STOP, largest_difference, weights
+from commands import run_rlt
+from compared import STOP, gather_whole, largest_difference, weights
+from fits import metrics
+from fits import weights as exported
+from launchers import STRATEGIES
+from lightning.pytorch import Callback, Trainer
 from miniatures import PIECES
 from ranks import STEPS, Runs, run
+from rows_of import read
 from safetensors.torch import load_file, save_file
+from sharded import join_ranks
 from tiny import CHAINS
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from trainers import bare_trainer
 
-from rlt_lightning.models.weights import stored_once, whole_tensors
+from rlt_lightning.datamodules import StudentSFTData
+from rlt_lightning.models.weights import stored_once
+from rlt_lightning.modules import SFTModule
 from rlt_lightning.strategies import FSDP2
 from rlt_lightning.strategies.fsdp2 import measure_free_bytes, whole_gradients_fit
 from rlt_lightning.strategies.sharding import DeepSpeedZeRO
@@ -195,58 +204,90 @@ def test_checkpoints_are_the_same_whatever_wrote_them(strategy: str, runs: dict[
 def test_several_processes_sample_validate_and_export_like_one(
     strategy: str, student: str, miniature: str, tmp_path: Path
 ) -> None:
-    if strategy == "zero3" and find_spec("deepspeed") is None:
-        pytest.skip("needs the deepspeed extra")
-    found, metrics = {}, {}
-    overlay = (
-        ["--trainer.strategy=ddp"] if strategy == "ddp" else [f"--config=configs/hardware/{strategy}.yaml"]
-    )
-    for folder, options in (
-        ("whole", ["--trainer.devices=1"]),
-        ("shards", ["--trainer.devices=2", *overlay]),
-    ):
-        command = ["fit", "--config=tests/rlt.yaml", *CHAINS]
-        command += [f"--model.teacher={miniature}", f"--model.student={student}", "--trainer.max_steps=2"]
-        command += [
-            "--rollouts.sampling.max_completion_length=16",
-            "--data.val_rows=2",
-            "--data.num_embedded_rows=8",
-        ]
-        command += ["--trainer.val_check_interval=1", f"--output_dir={tmp_path / folder}", *options]
-        result = rlt(*command)
-        assert result.returncode == 0, result.stderr[-3000:]
-        found[folder] = load_file(tmp_path / folder / "model" / "model.safetensors")
-        with open(tmp_path / folder / "metrics.csv", newline="") as file:
-            metrics[folder] = list(csv.DictReader(file))
-    assert largest_difference(found["shards"], found["whole"]) < 1e-5
-    rollouts = [(tmp_path / folder / "rollouts.jsonl").read_text().splitlines() for folder in found]
-    texts = [sorted(json.loads(line)["explanation"] for line in lines) for lines in rollouts]
+    command = ["fit", "--config=tests/rlt.yaml", *CHAINS, f"--model.teacher={miniature}"]
+    command += [f"--model.student={student}", "--trainer.max_steps=2", "--trainer.val_check_interval=1"]
+    command += ["--data.num_embedded_rows=8", "--data.val_rows=2"]
+    command += ["--rollouts.sampling.max_completion_length=16"]
+    for folder, options in (("whole", []), ("shards", ["--trainer.devices=2", *STRATEGIES[strategy]])):
+        run_rlt(*command, f"--output_dir={tmp_path / folder}", *options)
+    shards, whole = tmp_path / "shards", tmp_path / "whole"
+    assert largest_difference(exported(shards), exported(whole)) < 1e-5
+    texts = [sorted(row["explanation"] for row in read(run / "rollouts.jsonl")) for run in (shards, whole)]
     assert texts[0] == texts[1]
-    for ours, whole in zip(metrics["shards"], metrics["whole"], strict=True):
+    for ours, theirs in zip(metrics(shards).values(), metrics(whole).values(), strict=True):
         for name in MEASURED:
-            assert float(ours[name]) == pytest.approx(float(whole[name]), rel=1e-5, abs=1e-5), name
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-5), name
 
 
 EVERY: dict[str, Any] = {"every": True, "last": False, "auto": "auto"}  # reduce_every_micro_batch
 
 
+class Reductions(TorchDispatchMode):
+    """Counts reductions of more than a thousand numbers, and the bytes that go into them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        if name.startswith("c10d::") and "reduce" in name:
+            # Of those with separate outputs and inputs, the inputs come second.
+            inputs = args[1] if name.endswith("_base_") else args[0]
+            tensors = [x for x in tree_leaves(inputs) if isinstance(x, torch.Tensor)]
+            if sum(x.numel() for x in tensors) > 1000:
+                self.number += 1
+                self.bytes += sum(x.nbytes for x in tensors)
+        return func(*args, **(kwargs or {}))
+
+
+class Watch(Callback):
+    """Counts the micro-batches and reductions of the second step."""
+
+    def __init__(self) -> None:
+        self.reductions = Reductions()
+        self.micro_batches = 0
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
+        if trainer.global_step == 1:
+            enter = pl_module.sharding.micro_batch
+
+            def count(last: bool) -> Any:
+                self.micro_batches += 1
+                return enter(last=last)
+
+            pl_module.sharding.micro_batch = count
+            self.reductions.__enter__()
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == 2:
+            self.reductions.__exit__(None, None, None)
+
+
+def train(setting: Any, model: str, folder: str) -> tuple[dict[str, int], Any]:
+    """Train two steps with a setting of FSDP2; return what the second counted, and the module."""
+    watch, strategy = Watch(), FSDP2(reduce_every_micro_batch=setting)
+    trainer = bare_trainer(Path(folder), watch, steps=2, devices=2, strategy=strategy)
+    module = SFTModule(model, micro_batch_tokens=100)
+    options = {"num_embedded_rows": 16, "prompts_per_step": 8, "tags": "r1", "student_system_prompt": ""}
+    data = StudentSFTData(source="chains", tokenizer=model, output_dir=folder, **options)
+    trainer.fit(module, datamodule=data)
+    counted = {"micro_batches": watch.micro_batches, "reductions": watch.reductions.number}
+    return counted | {"reduced_bytes": watch.reductions.bytes}, module
+
+
 def train_and_count(rank: int, model: str, output: str, *sides: str) -> None:
     """Train by FSDP2; rank 0 writes what a step counted, and the weights."""
-    from reductions import train
-
     for side in sides:
-        counted, module = train(EVERY[side], model, rows=8, tokens=100)
-        whole = {}
-        for name, tensor in stored_once(module.policy).items():
-            with whole_tensors([tensor]) as [value]:
-                whole[name] = value.detach().clone()
+        counted, module = train(EVERY[side], model, output)
+        whole = gather_whole(stored_once(module.policy).items())
         if rank == 0:
             save_file(whole, f"{output}/{side}.safetensors")
             Path(f"{output}/{side}.json").write_text(json.dumps(counted))
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr("rlt_lightning.strategies.sharding.measure_free_bytes", lambda *_: 0.0)
-        counted, _ = train("auto", model, rows=8, tokens=100)
+        counted, _ = train("auto", model, output)
     Path(f"{output}/full{rank}.json").write_text(json.dumps(counted))
 
 
@@ -277,19 +318,15 @@ def test_whole_gradients_may_take_a_quarter_of_free_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "stage"),
-    [
-        ("fsdp2", FSDP2, 0),
-        ("deepspeed_stage_3", DeepSpeed, 3),
-        ("deepspeed_stage_3_offload", DeepSpeed, 3),
-    ],
+    ("name", "kind"),
+    [("fsdp2", FSDP2), ("deepspeed_stage_3", DeepSpeed), ("deepspeed_stage_3_offload", DeepSpeed)],
 )
-def test_lightnings_trainer_takes_our_strategies_by_name(name: str, kind: type, stage: int | None) -> None:
+def test_lightnings_trainer_takes_our_strategies_by_name(name: str, kind: type) -> None:
     strategy = lightning.pytorch.Trainer(strategy=name, accelerator="cpu", devices=2, logger=False).strategy
     assert type(strategy) is kind
     if isinstance(strategy, DeepSpeed):
         assert isinstance(strategy.config, dict)
-        assert strategy.config["zero_optimization"]["stage"] == stage
+        assert strategy.config["zero_optimization"]["stage"] == 3
         assert ("offload_param" in strategy.config["zero_optimization"]) == name.endswith("_offload")
 
 
@@ -306,23 +343,20 @@ class Twice(nn.Module):
         return self.first(self.second(self.first(x).tanh()).tanh())
 
 
-def step_deepspeed(rank: int, stage: int, own_boundaries: bool) -> None:
+def step_deepspeed(rank: int, stage: int) -> None:
     """Require what two micro-batches, with two forwards each, move weights by to be their gradient."""
     import deepspeed
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it compiles for a minute
-    if not torch.distributed.is_initialized():
-        torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+    join_ranks(rank, "zero")
     x = torch.randn(2, 2, 4, 8, generator=torch.Generator().manual_seed(1)).bfloat16()  # ranks, micro-batches
 
-    def loss(one: Any, other: Any, x: Tensor) -> Tensor:
-        return (one(x) + other(x / 2)).float().square().mean()
+    def loss(model: Any, x: Tensor) -> Tensor:
+        return (model(x) + model(x / 2)).float().square().mean()
 
     plain = Twice().float()
-    (sum(loss(plain, plain, x[i, j].float()) for i in range(2) for j in range(2)) / 4).backward()
+    (sum(loss(plain, x[i, j].float()) for i in range(2) for j in range(2)) / 4).backward()
     config = {
         "train_micro_batch_size_per_gpu": 4,
-        "gradient_accumulation_steps": 2 if own_boundaries else 1,
         "gradient_clipping": 0.0,
         "bf16": {"enabled": True},
         "data_types": {"grad_accum_dtype": "fp32"},
@@ -338,14 +372,9 @@ def step_deepspeed(rank: int, stage: int, own_boundaries: bool) -> None:
 
     before = read()
     for j in range(2):
-        if own_boundaries:  # and one of the forwards beside the engine: DeepSpeed's issue 8224
-            engine.backward(loss(engine, engine.module, x[rank, j]))
-            engine.step()
-        else:
-            with DeepSpeedZeRO(SimpleNamespace(model=engine)).micro_batch(last=j == 1):
-                engine.backward(loss(engine, engine, x[rank, j]) / 2)
-    if not own_boundaries:
-        engine.step()
+        with DeepSpeedZeRO(SimpleNamespace(model=engine)).micro_batch(last=j == 1):
+            engine.backward(loss(engine, x[rank, j]) / 2)
+    engine.step()
     for parameter, old, new in zip(plain.parameters(), before, read(), strict=True):
         assert parameter.grad is not None
         assert (old - new - parameter.grad).norm() < 0.02 * parameter.grad.norm()
@@ -353,9 +382,6 @@ def step_deepspeed(rank: int, stage: int, own_boundaries: bool) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("own_boundaries", [False, True], ids=["as we accumulate", "as DeepSpeed does"])
-def test_a_submodule_that_is_used_several_times_has_its_whole_gradient(
-    own_boundaries: bool, stage: int, tmp_path: Path
-) -> None:
+def test_a_submodule_that_is_used_several_times_has_its_whole_gradient(stage: int, tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
-    ranks.call(step_deepspeed, tmp_path, stage, own_boundaries)
+    ranks.call(step_deepspeed, tmp_path, stage)

@@ -16,9 +16,7 @@ import pyarrow.parquet
 import pytest
 import ranks
 from commands import ROOT, Running, python, wait_until
-from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import DDPStrategy
-from strategy_run import STRATEGIES
+from trainers import bare_trainer
 
 from rlt_lightning.datamodules import (
     ScoringData,
@@ -271,25 +269,12 @@ def train(rank: int, model: str, source: Any, folder: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RLT_CACHE_DIR", folder)
         patch.setattr(
-            StudentSFTData,
-            "build_items",
-            lambda self, *words: counted.append(1) or build_items(self, *words),
+            StudentSFTData, "build_items", lambda self, *words: counted.append(1) or build_items(self, *words)
         )
         options = dict(prompts_per_step=4, max_bad_frac=0.2, max_length=400)
         data = StudentSFTData(source, tokenizer=model, **options)
         module = SFTModule(pretrained=model)
-        trainer = Trainer(
-            default_root_dir=Path(folder),
-            accelerator="cpu",
-            max_steps=2,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            use_distributed_sampler=False,
-            **STRATEGIES["ddp"](),
-        )
-        assert isinstance(trainer.strategy, DDPStrategy)
+        trainer = bare_trainer(Path(folder), steps=2, devices=2, strategy="ddp")
         trainer.fit(module, datamodule=data)
     written = {"loss": trainer.callback_metrics["policy/loss"].item(), "tokenised": len(counted)}
     Path(folder, f"rank{rank}.json").write_text(json.dumps(written))

@@ -226,7 +226,7 @@ def test_killed_and_resumed_equals_not_stopping(tmp_path: Path) -> None:
     assert command(whole, "null", *own).wait() == 0
     run = command(killed, "null", *own)
     saved = killed / "checkpoints"
-    wait_for(lambda: any(saved.glob("*000004*")), run, killed.with_suffix(".log"))
+    wait_for(lambda: any(saved.glob("*000004*")), run)
     kill(run, "all")
     assert not (killed / "model").exists()
     assert command(killed, "null", *own).wait() == 0
