@@ -18,9 +18,10 @@ from typing import Any
 import gpu
 import pytest
 import torch
-from commands import ROOT, make_forked_python
+from commands import ROOT, make_forked_python, require_success
 from packaging.requirements import Requirement
 from parsed import check_rlt
+from rows_of import read, write
 from slow_kernels import CPU, liger
 from transformers.models.qwen2 import modeling_qwen2
 from vllm_runs import NEEDS_VLLM, forked_vllm
@@ -39,22 +40,12 @@ SIDES = ("TRL", "TRL, unpadded attention", "ours")
 def run_calls(folder: Path, call: str, **names: str) -> Findings:
     """Run a call of `make gpu-minutes` at tiny size; return what it has found."""
     # Twenty starts of Python would be more than half of the work.
-    names = {
-        "PYTHON": make_forked_python(folder),
-        "CUDA_VISIBLE_DEVICES": "",
-        "OUT": str(folder),
-        "CALL": call,
-    } | names
-    done = subprocess.run(
-        ["make", "gpu-minutes"],
-        cwd=ROOT,
-        env=os.environ | {"REHEARSE": "1", "CALL": call} | names,
-        capture_output=True,
-        text=True,
+    names = {"PYTHON": make_forked_python(folder), "CUDA_VISIBLE_DEVICES": "", "OUT": str(folder)} | names
+    environment = os.environ | {"REHEARSE": "1", "CALL": call} | names
+    require_success(
+        subprocess.run(["make", "gpu-minutes"], cwd=ROOT, env=environment, capture_output=True, text=True)
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = (folder / "results.jsonl").read_text().splitlines()
-    found = {finding["check"]: finding for finding in map(json.loads, lines)}
+    found = {finding["check"]: finding for finding in read(folder / "results.jsonl")}
     assert not [finding for finding in found.values() if finding["passed"] is False]
     return found
 
@@ -293,8 +284,7 @@ def test_results_become_tables(tmp_path: Path) -> None:
         {"check": "phases, 7b, bf16", "passed": None, "mfu": 0.311, "peak_gib": 1234.5},
         {"check": "vllm, sleep", "passed": False, "why": "OSError: gone"},
     ]
-    file = tmp_path / "results.jsonl"
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    file = write(tmp_path / "results.jsonl", lines)
     command = [ROOT / "scripts" / "gpu_minutes.sh", "report", file]
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert "| phases | mfu | peak_gib |" in printed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from itertools import product
 from pathlib import Path
@@ -12,8 +11,11 @@ import pytest
 import ranks
 import torch
 from cases import full
-from commands import ROOT, python, rlt
+from commands import ROOT, run_python, run_rlt
+from fits import metrics
+from launchers import STRATEGIES
 from pretended_gpu.faults import plant_on_ranks
+from rows_of import read
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.usefixtures("pretended_gpus")
@@ -32,13 +34,11 @@ def test_a_run_with_all_of_it_on_one_gpu(tiny_model: str, tmp_path: Path) -> Non
     """LoRA, offloaded models, gradient checkpointing, validation, checkpoints, a resume, a merged model."""
     models = [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}"]
     for steps, more in ((1, []), (2, ["--resume=true"])):
-        done = rlt(
+        done = run_rlt(
             *OPTIONS, *models, f"--output_dir={tmp_path}", f"--trainer.max_steps={steps}", *more, gpus=1
         )
-        assert done.returncode == 0, done.stdout + done.stderr
     assert "attention by PyTorch's variable-length flash attention" in done.stderr
-    lines = (tmp_path / "metrics.csv").read_text().splitlines()
-    assert len(lines) > 2
+    assert len(metrics(tmp_path)) == 2
     before, after = (
         load_file(Path(folder) / "model.safetensors") for folder in (tiny_model, tmp_path / "model")
     )
@@ -81,24 +81,17 @@ WAITS_OF_TWO = WAITS | {
 
 @pytest.mark.parametrize(("gpus", "group_size"), [(1, 2), full(1, 16), full(2, 16)])
 def test_the_host_waits_once_per_token_and_never_per_row(gpus: int, group_size: int, tmp_path: Path) -> None:
-    (tmp_path / "waits.yaml").write_text(
-        "trainer: {callbacks+: [{class_path: pretended_gpu.waits.WaitsOfSteps}]}"
-    )
-    options = [f"--config={tmp_path / 'waits.yaml'}", f"--model.group_size={group_size}"]
+    options = ["--trainer.callbacks+=pretended_gpu.waits.WaitsOfSteps", f"--model.group_size={group_size}"]
     options += [f"--trainer.devices={gpus}", *(["--trainer.strategy=ddp"] if gpus > 1 else [])]
-    done = rlt(*COUNTED_STEP, *options, f"--output_dir={tmp_path / 'run'}", gpus=gpus)
-    assert done.returncode == 0, done.stderr
-    _, found = map(json.loads, (tmp_path / "run" / "waits.jsonl").read_text().splitlines())
-    with (tmp_path / "run" / "metrics.csv").open() as file:
-        _, step, _ = csv.DictReader(file)
+    run_rlt(*COUNTED_STEP, *options, f"--output_dir={tmp_path / 'run'}", gpus=gpus)
+    _, found = read(tmp_path / "run" / "waits.jsonl")
     tokens = found.pop("engines/hf.py:draw")  # of the first rank; the metric is of both
-    assert tokens == float(step["rollout/length_max"]) or gpus > 1
+    assert tokens == metrics(tmp_path / "run")[2]["rollout/length_max"] or gpus > 1
     assert found == (WAITS if gpus == 1 else WAITS_OF_TWO)
 
 
 # Two ranks: NCCL's rules hold, so every collective was the same on both ranks (collectives.py)
 
-STRATEGIES = ("ddp", "fsdp2", "zero3")
 JOBS: dict[str, dict[str, Any]] = {
     "scored early, uneven": {"early": True, "uneven": True, "tokens": 100},
     "dynamic sampling": {"early": True, "dynamic": 2, "prompts": 4, "rows": 11},
@@ -152,11 +145,10 @@ RUNS = {
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("run", RUNS)
 def test_two_ranks_sample_validate_and_evaluate(run: str, strategy: str, tmp_path: Path) -> None:
-    sharding = "--trainer.strategy=ddp" if strategy == "ddp" else f"--config=configs/hardware/{strategy}.yaml"
-    done = rlt("fit", *RUNS[run], sharding, *TWO, *SMALL, *VALIDATED, f"--output_dir={tmp_path}", gpus=2)
-    assert done.returncode == 0, done.stderr[-4000:]
-    with (tmp_path / "metrics.csv").open() as file:
-        names = csv.DictReader(file).fieldnames or []
+    run_rlt(
+        "fit", *RUNS[run], *STRATEGIES[strategy], *TWO, *SMALL, *VALIDATED, f"--output_dir={tmp_path}", gpus=2
+    )
+    names = {name for row in metrics(tmp_path).values() for name in row}
     assert any("val_" in name for name in names)
     assert any(name.startswith("eval/") for name in names) is (run == "sft")
 
@@ -166,11 +158,10 @@ def test_two_ranks_sample_validate_and_evaluate(run: str, strategy: str, tmp_pat
 
 def test_faults_of_one_process_are_found() -> None:
     code = "from pretended_gpu.faults import ON_ONE_RANK, require_found; [*map(require_found, ON_ONE_RANK)]"
-    done = python(code, ROOT, gpus=1)
-    assert done.returncode == 0, done.stderr
+    run_python(code, ROOT, gpus=1)
 
 
-@pytest.mark.parametrize("fault", ["call_on_one_rank", full("reduce_on_the_cpu")])
+@pytest.mark.parametrize("fault", ["call on one rank", full("tensor of the CPU")])
 def test_a_fault_of_two_ranks_is_found(fault: str, tmp_path: Path) -> None:
     two = ranks.Ranks(2, gpus=True)  # their next collectives would differ as well
     try:
@@ -180,25 +171,23 @@ def test_a_fault_of_two_ranks_is_found(fault: str, tmp_path: Path) -> None:
 
 
 COUNTED = """
+from collections import Counter
+from pretended_gpu.device import set_on_wait
 import torch
-from pretended_gpu.waits import count_waits
-x = torch.arange(4.0, device="cuda")
-with count_waits() as waits:
-    x.sum() * 2 + x[1]                                   # none
-    pinned = torch.empty(4, pin_memory=True)
-    x.copy_(pinned, non_blocking=True)                   # none
-    x.sum().item()
-    torch.tensor([1, 2], device="cuda")
-    x.cpu()
-    x.nonzero()
-    torch.cuda.synchronize()
-found = {}
-for (kind, place), number in waits.items():
-    found[kind] = found.get(kind, 0) + number
+x, found = torch.arange(4.0, device="cuda"), Counter()
+set_on_wait(lambda kind: found.update([kind]))
+x.sum() * 2 + x[1]                                   # none
+pinned = torch.empty(4, pin_memory=True)
+x.copy_(pinned, non_blocking=True)                   # none
+x.sum().item()
+torch.tensor([1, 2], device="cuda")
+x.cpu()
+x.nonzero()
+torch.cuda.synchronize()
+set_on_wait(None)
 assert found == {"item": 1, "to device": 1, "to host": 1, "nonzero": 1, "torch.cuda.synchronize": 1}, found
 """
 
 
 def test_waits_for_the_device_are_counted() -> None:
-    done = python(COUNTED, ROOT, gpus=1)
-    assert done.returncode == 0, done.stderr
+    run_python(COUNTED, ROOT, gpus=1)

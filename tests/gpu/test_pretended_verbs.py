@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import ROOT, path_of_tests, python, rlt
+from commands import ROOT, path_of_tests, run_python, run_rlt
 from fake_worker import worker_of
 from sampling import sample_groups
 from samplings import SAMPLINGS, assert_same, started
-from tiny import OVERLAYS, SHORT, generates, tiny_run, uses_workers
+from tiny import OVERLAYS, SHORT, tiny_run, uses_workers, written_file
 from vllm_runs import EXECUTABLE, forked_vllm
 
 from rlt_lightning.engines import HFEngine
@@ -43,9 +43,7 @@ def test_a_config_of_each_kind_runs_on_one_gpu(name: str, tiny_model: str, tmp_p
     verb, options, settings = tiny_run(find_config(f"recipe_7b/{name}"), tiny_model)
     options += [*(GPU[:1] if verb == "test" else GPU), "--rollouts.engine=HFEngine"]
     run_on_gpu(verb, *options, f"--output_dir={tmp_path / 'run'}")
-    written = {"fit": "metrics.csv", "test": "evaluation.json", "predict": "scores.jsonl"}[verb]
-    written = "distillation.jsonl" if generates(settings) else written
-    assert (tmp_path / "run" / written).stat().st_size > 0
+    assert (tmp_path / "run" / written_file(verb, settings)).stat().st_size > 0
 
 
 @pytest.mark.parametrize(
@@ -70,8 +68,7 @@ def test_an_overlay_runs_on_as_many_gpus_as_it_needs(overlay: Path, tiny_model: 
                 options += ["--rollouts.engine.init_args.push=rlt_lightning.engines.IPCPush"]
         else:
             options += ["--rollouts.engine=HFEngine"]
-        done = rlt(verb, *options, gpus=gpus)
-        assert done.returncode == 0, done.stderr[-4000:]
+        run_rlt(verb, *options, gpus=gpus)
         if uses_workers(overlay):
             assert (worker.sleep_level > 0) is ("sleep: true" in text)
 
@@ -85,8 +82,7 @@ def test_a_run_that_sets_no_engine_takes_turns_with_vllm(tiny_model: str, tmp_pa
     on_cpu["init_args"] = {"executable": forked_vllm(tmp_path, "sleeping_vllm")}
     options += [*GPU, f"--output_dir={tmp_path / 'run'}", "--trainer.max_steps=2"]
     options += [f"--trainer.callbacks+={json.dumps(callback)}" for callback in (on_cpu, watch)]
-    done = rlt(verb, *options, gpus=1, PYTHONPATH=path_of_tests())
-    assert done.returncode == 0, done.stderr[-4000:]
+    done = run_rlt(verb, *options, gpus=1, PYTHONPATH=path_of_tests())
     assert "rollouts.engine: vLLM on GPUs 0, in turns with the trainer" in done.stderr
     events = [json.loads(line) for line in (tmp_path / "events").open()]
     assert [(row["event"], row["step"]) for row in events if row["event"] in ("verify", "sleep")] == [
@@ -124,8 +120,7 @@ def test_a_verb_works_on_one_gpu(verb: str, run: Path, tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_a_gpu_is_exported(run: Path, tmp_path: Path) -> None:
-    done = rlt("export", f"--ckpt_path={run}", f"--output_dir={tmp_path}", gpus=1)
-    assert done.returncode == 0, done.stderr
+    run_rlt("export", f"--ckpt_path={run}", f"--output_dir={tmp_path}", gpus=1)
     name = "model.safetensors"
     assert (tmp_path / name).read_bytes() == (run / "model" / name).read_bytes()
 
@@ -145,8 +140,7 @@ assert torch.cuda.max_memory_allocated() > 0, "nothing was on the GPU"
 
 def run_on_gpu(*words: str, text: str = "") -> str:
     """Run `rlt WORDS`, of which something must be on the GPU, and return what it prints."""
-    done = python(VERB.format(words=["rlt", *words]), ROOT, text=text, gpus=1)
-    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    done = run_python(VERB.format(words=["rlt", *words]), ROOT, text=text, gpus=1)
     return done.stdout
 
 
@@ -157,8 +151,7 @@ def run_on_gpu(*words: str, text: str = "") -> str:
 def test_the_engine_draws_the_same_tokens_as_on_a_cpu(cache: str) -> None:
     code = f"import sys; sys.path.append({str(Path(__file__).parent)!r})\n"
     code += f"from test_pretended_verbs import require_same_tokens; require_same_tokens({cache!r})"
-    done = python(code, ROOT, gpus=1)
-    assert done.returncode == 0, done.stderr
+    run_python(code, ROOT, gpus=1)
 
 
 def require_same_tokens(cache: str) -> None:

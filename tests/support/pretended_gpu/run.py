@@ -1,30 +1,27 @@
-"""Run `rlt` on pretended GPUs, and print what the host waited for.
+"""Do what `python WORDS` does, on pretended GPUs.
 
-PRETENDED_GPUS=1 PYTHONPATH=.:tests/support python -m pretended_gpu.run [--waits] fit --config laptop/rlt …
+PRETENDED_GPUS=1 PYTHONPATH=.:tests/support python -m pretended_gpu.run -m rlt_lightning fit …
 """
 
 from __future__ import annotations
 
 import importlib.util
 import sys
-from contextlib import nullcontext
 from unittest.mock import patch
 
-import pretended_gpu.device  # before torch
-from pretended_gpu.waits import count_waits, format_waits
+from commands import run_python
+
+import pretended_gpu.device  # noqa: F401  (before torch)
 
 
 def prepare() -> None:
-    """Do what a run here needs once, before it begins."""
-    if importlib.util.find_spec("bitsandbytes"):
-        import_bitsandbytes()
+    """Import bitsandbytes, if it is there, as on a machine without CUDA.
 
-
-def import_bitsandbytes() -> None:
-    """Import it as on a machine without CUDA: it then has kernels in PyTorch for every device, not compiled.
-
-    Its 8-bit optimizers have none of these, but their kernel for the CPU is in PyTorch too.
+    It then has kernels in PyTorch for every device, not compiled. Its 8-bit optimizers have none of these,
+    but their kernel for the CPU is in PyTorch too.
     """
+    if importlib.util.find_spec("bitsandbytes") is None:
+        return
     import torch
 
     with patch("torch.cuda.is_available", lambda: False), patch("torch.compile", None):
@@ -33,24 +30,6 @@ def import_bitsandbytes() -> None:
     torch.library.register_kernel("bitsandbytes::optimizer_update_8bit_blockwise", "cuda", step)
 
 
-def main() -> int:
-    """Run the command of the command line; return its exit status."""
-    prepare()
-    from rlt_lightning.__main__ import main as run_rlt
-
-    counts = "--waits" in sys.argv
-    sys.argv = ["rlt", *(argument for argument in sys.argv[1:] if argument != "--waits")]
-    with count_waits() if counts else nullcontext() as waits:
-        try:
-            run_rlt()
-            status = 0
-        except SystemExit as ending:
-            status = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
-    if waits is not None:
-        print(format_waits(waits), file=sys.stderr)
-    return status
-
-
 if __name__ == "__main__":
-    assert pretended_gpu.device
-    sys.exit(main())
+    prepare()
+    run_python(sys.argv[1:])
