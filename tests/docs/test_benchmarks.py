@@ -60,10 +60,7 @@ def checked_result(name: str, run: subprocess.CompletedProcess[str], output: Pat
     return written
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=MARKS.get(name, [])) for name in BENCHMARKS],
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, [])) for name in BENCHMARKS])
 def test_a_benchmark_ends_with_its_line(name: str, tmp_path: Path) -> None:
     if name == "push" and not EXECUTABLE.exists():
         pytest.skip("needs vLLM: make setup-vllm")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 import shutil
@@ -10,8 +9,10 @@ from pathlib import Path
 
 import pytest
 import wandb_overview
-from commands import ROOT, rlt
+from commands import ROOT, rlt, run_rlt
+from fits import read_metrics, small_fit
 from gpqa import gpqa_like
+from rows_of import read
 from wandb_run import runs_in
 
 from rlt_lightning.metrics.answers import SET_FIGURES
@@ -22,15 +23,9 @@ OVERLAYS = [f"--config=configs/add/{name}.yaml" for name in ("wandb", "tensorboa
 
 def fit(model: str, folder: Path, *options: str) -> None:
     """A tiny run, into both dashboards."""
-    tiny = [f"--model.{name}={model}" for name in ("teacher", "student")]
-    tiny += [
-        "--data.num_embedded_rows=8",
-        "--rollouts.sampling.max_completion_length=6",
-        "--alarms.truncated_above=1",  # random weights close nothing
-        "--export.enabled=false",
-    ]
-    command = ["fit", "--config=tests/rlt.yaml", *OVERLAYS, *tiny, f"--output_dir={folder}", *options]
-    result = rlt(*command)
+    tiny = ["--rollouts.sampling.max_completion_length=6", "--model.group_size=4", "--export.enabled=false"]
+    tiny += ["--alarms.truncated_above=1"]  # random weights close nothing
+    result = rlt(*small_fit(model, folder, *OVERLAYS, *tiny, *options))
     assert "rlt: alarm" not in result.stderr
     assert result.returncode == 0, result.stderr
 
@@ -47,12 +42,6 @@ def resumed(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def csv_rows(folder: Path) -> dict[int, dict[str, float]]:
-    with open(folder / "metrics.csv", newline="") as file:
-        rows = [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
-    return {int(row.pop("step")): row for row in rows}
-
-
 def test_wandb_gets_the_metrics_of_the_csv(resumed: Path) -> None:
     first, second = runs_in(resumed)
     assert (first.name, first.group) == ("run", resumed.parent.name)
@@ -60,24 +49,19 @@ def test_wandb_gets_the_metrics_of_the_csv(resumed: Path) -> None:
     assert sorted(first.scalars()) == [1, 2, 3]
     assert sorted(second.scalars()) == [3, 4]
     shown = first.scalars() | second.scalars()
-    for step, row in csv_rows(resumed).items():
+    for step, row in read_metrics(resumed).items():
         assert shown[step] == pytest.approx(row)
 
 
 def test_wandb_shows_some_completions_of_each_iteration(resumed: Path) -> None:
-    recorded = [json.loads(line) for line in (resumed / "rollouts.jsonl").open()]
+    recorded = read(resumed / "rollouts.jsonl")
     first, second = runs_in(resumed)
-    assert {row["step"] for row in first.table()} == {
-        3
-    }  # a table of one iteration; the last one is read here
+    assert {row["step"] for row in first.table()} == {3}  # of one iteration; the last table is read here
     [*shown] = second.table()
     assert [row["completion"] for row in shown] == [r["completion"] for r in recorded if r["step"] == 4][::2]
     for row in shown:
-        [source] = [
-            r
-            for r in recorded
-            if (r["step"], r["row"], r["completion"]) == (4, row["row"], row["completion"])
-        ]
+        place = 4, row["row"], row["completion"]
+        [source] = [r for r in recorded if (r["step"], r["row"], r["completion"]) == place]
         assert row["explanation"] == source["explanation"]
         assert row["kl_reward"] == pytest.approx(source["kl_reward"])
 
@@ -87,11 +71,9 @@ def test_tensorboard_shows_completions_and_settings(resumed: Path) -> None:
 
     events = EventAccumulator(str(resumed / "tensorboard"))
     events.Reload()
-    texts = [
-        event.tensor_proto.string_val[0].decode() for event in events.Tensors("completions/text_summary")
-    ]
-    recorded = [json.loads(line) for line in (resumed / "rollouts.jsonl").open()]
-    assert f"seed: {recorded[0]['seed']}\n" in texts[0]
+    first = events.Tensors("completions/text_summary")[0].tensor_proto.string_val[0].decode()
+    recorded = read(resumed / "rollouts.jsonl")
+    assert f"seed: {recorded[0]['seed']}\n" in first
     assert "_hparams_/session_start_info" in events.summary_metadata
 
 
@@ -103,9 +85,8 @@ def test_the_overview_charts_what_runs_log(resumed: Path) -> None:
     elsewhere = {"policy/val_loss", "perf/push_s"} | {name for name in charted if name.endswith("_gib")}
     assert set(charted) - elsewhere <= logged
     assert [row for row in first.history if wandb_overview.TABLE in row]
-    page = (
-        (ROOT / "docs" / "metrics.md").read_text().partition("## Watch these first")[2].partition("\n## ")[0]
-    )
+    page = (ROOT / "docs" / "metrics.md").read_text().partition("## Watch these first")[2]
+    page = page.partition("\n## ")[0]
     watched = re.findall(r"^\| `([\w/]+)`", page, re.MULTILINE)
     assert len(watched) == 10
     assert [name for name in charted if name in watched] == watched
@@ -113,14 +94,8 @@ def test_the_overview_charts_what_runs_log(resumed: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["online", "offline"])
 def test_without_a_login_one_line_says_so(mode: str, tiny_model: str, tmp_path: Path) -> None:
-    options = [
-        "fit",
-        "--config=tests/rlt.yaml",
-        OVERLAYS[0],
-        "--trainer.logger.log_model=all",
-        "--model.student=none",
-        f"--output_dir={tmp_path / 'run'}",
-    ]
+    options = ["fit", "--config=tests/rlt.yaml", OVERLAYS[0], "--trainer.logger.log_model=all"]
+    options += ["--model.student=none", f"--output_dir={tmp_path / 'run'}"]
     home = {"HOME": str(tmp_path), "NETRC": str(tmp_path / "netrc"), "WANDB_MODE": mode}
     result = rlt(*options, **home)
     assert result.returncode == 2
@@ -159,12 +134,11 @@ def test_an_evaluation_logs_figures_and_no_text_of_private_questions(tiny_model:
     folder = tmp_path / "run"
     options = ["--config=configs/laptop/smollm2_evaluate.yaml", *OVERLAYS, f"--model.pretrained={tiny_model}"]
     options += [f"--data.sets={{gpqa_diamond: {path}}}", "--rollouts.sampling.max_completion_length=4"]
-    result = rlt("test", *options, "--trainer.accelerator=cpu", f"--output_dir={folder}")
-    assert result.returncode == 0, result.stderr
+    run_rlt("test", *options, "--trainer.accelerator=cpu", f"--output_dir={folder}")
     [run] = runs_in(folder)
     [figures] = run.scalars().values()
     assert set(figures) == {f"eval/gpqa_diamond/{name}" for name in SET_FIGURES}
-    questions = [json.loads(line)["Question"].encode() for line in path.open()]
+    questions = [row["Question"].encode() for row in read(path)]
     watched = [p for name in ("wandb", "tensorboard") for p in (folder / name).rglob("*") if p.is_file()]
     assert watched
     assert not [p for p in watched for question in questions if question in p.read_bytes()]
@@ -177,16 +151,8 @@ def test_secrets_do_not_leave_the_machine(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("SOME_API_KEY", "key-of-the-environment")
     monkeypatch.setenv("PGPASSWORD", "key-of-the-database")
     monkeypatch.setenv("DJANGO_SECRET_KEY", "key-of-the-site")
-    secrets = [
-        "pa55-word",
-        "key-of-the-database",
-        "key-of-the-site",
-        "18273645",
-        "key-of-the-environment",
-        "launch-secret",
-        "hf_abcdefghijklmnopqrst",
-        "s3cr3t-flag",
-    ]
+    secrets = ["pa55-word", "key-of-the-database", "key-of-the-site", "18273645", "key-of-the-environment"]
+    secrets += ["launch-secret", "hf_abcdefghijklmnopqrst", "s3cr3t-flag"]
     settings = {
         "urls": ["http://user:pa55-word@worker:8000/v1", "https://host/rows?split=a&token=pa55-word"],
         "engine": {

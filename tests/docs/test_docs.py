@@ -27,7 +27,7 @@ from typing import Any
 
 import pytest
 import yaml
-from commands import ROOT, python, rlt
+from commands import ROOT, python, rlt, run_python, run_rlt
 from fake_worker import FakeWorker, worker_of
 from parsed import VERBS, check_rlt
 from tiny import TINY, tiny_options
@@ -362,7 +362,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("runs")
 
 
-def run_rlt(words: list[str], further: list[str], runs: Path, rows: Path, model: str) -> None:
+def run_documented(words: list[str], further: list[str], runs: Path, rows: Path, model: str) -> None:
     """Run a command of the documentation at tiny size."""
     verb, *options = words
     configs = [option for name, option in pairwise(options) if name == "--config"]
@@ -377,8 +377,7 @@ def run_rlt(words: list[str], further: list[str], runs: Path, rows: Path, model:
     options = [known.get(option, re.sub(r"^runs/", f"{runs}/", option)) for option in options]
     if verb in stages.TRAINER_VERBS and "--output_dir" not in options:
         options += ["--output_dir", str(runs / verb)]
-    result = rlt(verb, *options, cwd=runs)
-    assert result.returncode == 0, result.stderr
+    run_rlt(verb, *options, cwd=runs)
 
 
 def documented(start: str, folder: Path) -> list[str]:
@@ -396,7 +395,7 @@ def test_a_documented_command_runs(
     start: str, runs: Path, rows: Path, tiny_model: str, tmp_path: Path
 ) -> None:
     page_files("README.md", runs)  # a callback
-    run_rlt(documented(start, tmp_path), RUN[start], runs, rows, tiny_model)
+    run_documented(documented(start, tmp_path), RUN[start], runs, rows, tiny_model)
 
 
 def test_the_first_page_runs(runs: Path, rows: Path, tiny_model: str, tmp_path: Path) -> None:
@@ -405,7 +404,7 @@ def test_the_first_page_runs(runs: Path, rows: Path, tiny_model: str, tmp_path: 
         for program, *arguments in calls_of(block, tmp_path / str(number)) if block.language == "sh" else []:
             if Path(program).name == "rlt" and arguments[0] in VERBS:
                 words = [str(files / word) if (files / word).is_file() else word for word in arguments]
-                run_rlt(words, [], runs, rows, tiny_model)
+                run_documented(words, [], runs, rows, tiny_model)
 
 
 def run_block(title: str, folder: Path, names: dict[str, Path]) -> None:
@@ -413,8 +412,7 @@ def run_block(title: str, folder: Path, names: dict[str, Path]) -> None:
     [code] = [block.text for block in BLOCKS if block.title == title]
     for name, path in names.items():
         code = code.replace(name, str(path))
-    done = python(code, folder, HF_DATASETS_CACHE=str(folder / "cache"))
-    assert done.returncode == 0, done.stderr
+    run_python(code, folder, HF_DATASETS_CACHE=str(folder / "cache"))
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -430,7 +428,7 @@ def test_sixteen_groups_by_reward_teach_students(tiny_model: str, tmp_path: Path
     rank = "rlt predict --config recipe_7b/rank --data.source runs/released/"
     tiny = ["--data.source", str(source), "--model.teacher", tiny_model, "--model.student", tiny_model]
     tiny += ["--model.dtype", "float32", "--model.student_dtype", "float32"]
-    run_rlt(documented(rank, tmp_path / "calls"), tiny, runs, source, tiny_model)
+    run_documented(documented(rank, tmp_path / "calls"), tiny, runs, source, tiny_model)
     run_block("groups.py", tmp_path, {})
     groups = [[*read_json_rows(runs / "ranked" / f"group_{n}.jsonl")] for n in range(1, 17)]
     rewards = [row["reward"] for row in read_json_rows(runs / "ranked" / "scores.jsonl")]
@@ -441,7 +439,7 @@ def test_sixteen_groups_by_reward_teach_students(tiny_model: str, tmp_path: Path
     sft = "rlt fit --config recipe_7b/sft --config hardware/fsdp2 --trainer.devices 8 --data.source "
     sft += "runs/ranked/group_1.jsonl"
     one_process = ["--trainer.devices", "1", "--trainer.strategy", "auto"]
-    run_rlt(documented(sft, tmp_path / "fit"), one_process, runs, source, tiny_model)
+    run_documented(documented(sft, tmp_path / "fit"), one_process, runs, source, tiny_model)
     assert (runs / "group_1" / "model").is_dir()
 
 
@@ -477,7 +475,7 @@ def test_sources_are_mixed_filtered_and_read(tiny_model: str, tmp_path: Path) ->
     assert "What is 7 + 3?" in mixed
     assert not [question for question in mixed if "7 - 3" in question or "dominoes" in question]
     words = documented("rlt fit --config recipe_7b/sft --data.source mixed.parquet", tmp_path / "calls")
-    run_rlt(words, [], tmp_path, tmp_path, tiny_model)
+    run_documented(words, [], tmp_path, tmp_path, tiny_model)
     # A folder with a card, which names files by patterns.
     folder = page_files("docs/formats.md", tmp_path / "folder")
     for name in names:

@@ -13,14 +13,57 @@ from typing import Any
 
 import pytest
 import run_page
-from browser import chromium, completion, synthetic_run, tokens, write_metrics, write_rows
 from commands import ROOT
+from rows_of import read as read_rows
+from rows_of import write
 
 from rlt_lightning.commands.report import KL_LEVELS, MARKER, render_heat, write_report
 from rlt_lightning.types import InputError
 
 EVIL = "</pre></script><script>alert(1)</script><img src=x onerror=alert(2)> & $body \u2028 '\"><b>"
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
+FLAGS += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
 HEADER = ["figure", "first", "last", "change"]
+
+
+def completion(step: int, problem: int, number: int, reward: float, **columns: Any) -> dict[str, Any]:
+    """A row of rollouts.jsonl; its reward is split between two terms."""
+    return {
+        "step": step,
+        "row": problem + 1,
+        "completion": number,
+        "policy_version": step - 1,
+        "question": f"How much is {problem} + {problem}?",
+        "solution": f"\nIt is {2 * problem}.\n",
+        "explanation": f"step {step} word{number} of problem {problem}",
+        "finish_reason": "stop",
+        "num_tokens": 5 + number,
+        "seed": 1,
+        "worker": None,
+        "reward": reward,
+        "solution_reward": reward / 4,
+        "kl_reward": 3 * reward / 4,
+        "format_reward": 0.0,
+        **columns,
+    }
+
+
+def write_metrics(folder: Path, columns: dict[str, list[Any]]) -> None:
+    """Write metrics.csv, one row per step from 1."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [",".join(["step", *columns])]
+    lines += [",".join(map(str, [i + 1, *row])) for i, row in enumerate(zip(*columns.values(), strict=True))]
+    (folder / "metrics.csv").write_text("\r\n".join(lines) + "\r\n")
+
+
+def tokens() -> dict[str, Any]:
+    """The columns of tokens: a surprise, an emoji of two tokens, a negative KL, a line's end."""
+    return {
+        "thought_tokens": ["\n", "So", " twice", "", "🙂", " is"],
+        "thought_kl": [0.05, 0.7, 5.25, 0.2, 2.5, -1.75],
+        "solution_tokens": ["It", " is", " 2", "."],
+        "solution_log_probs": [-0.01, -0.8, -6.5, -2.5],
+    }
 
 
 class Reader(HTMLParser):
@@ -78,7 +121,7 @@ def test_figures_that_are_not_finite_are_named(tmp_path: Path) -> None:
 
 def test_a_real_run_shows_its_tokens_and_settings(finished_run: Path, tmp_path: Path) -> None:
     page = write_report(finished_run, tmp_path / "page.html")
-    rows = [json.loads(line) for line in (finished_run / "rollouts.jsonl").open()]
+    rows = read_rows(finished_run / "rollouts.jsonl")
     ends = [row for row in rows if row["step"] in (rows[0]["step"], rows[-1]["step"])]
     told = [row for row in ends if "thought_kl" in row]
     figures = {
@@ -109,7 +152,7 @@ def hostile_run(folder: Path) -> Path:
     told = (
         completion(1, 1, 0, -1.0) | tokens() | {"thought_tokens": [EVIL] * 6, "solution_tokens": [EVIL] * 4}
     )
-    write_rows(folder / "rollouts.jsonl", [row, told | {f"{EVIL}_reward": 0.0}])
+    write(folder / "rollouts.jsonl", [row, told | {f"{EVIL}_reward": 0.0}])
     quoted = EVIL.replace('"', '""')
     write_metrics(folder, {f'"reward/{quoted}"': [1.0, 2.0]})
     (folder / "evaluation.md").write_text(EVIL)
@@ -127,8 +170,14 @@ def test_texts_are_escaped(tmp_path: Path) -> None:
 
 def test_a_hostile_completion_runs_nothing_in_a_browser(tmp_path: Path) -> None:
     path = write_report(hostile_run(tmp_path))
+    executable = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if executable is None:
+        pytest.skip("needs Chromium, which is not installed")
+    from playwright.sync_api import sync_playwright
+
     complaints: list[Any] = []
-    with chromium() as browser:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=executable, args=FLAGS)
         page = browser.new_page()
         page.on("dialog", lambda dialog: complaints.append(dialog.message))
         page.on("console", lambda message: complaints.append(message.text))
@@ -136,19 +185,21 @@ def test_a_hostile_completion_runs_nothing_in_a_browser(tmp_path: Path) -> None:
         page.goto(path.as_uri())
         assert page.locator("article").count() == 2
         assert page.locator("article pre").nth(1).inner_text() == EVIL
+        browser.close()
     assert [text for text in complaints if text not in (path.as_uri(), "data:,")] == []
 
 
-def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
-    before = write_report(synthetic_run(tmp_path)).read_text()
-    for name in ("metrics.csv", "rollouts.jsonl"):
-        with open(tmp_path / name, "a") as file:
-            file.write("7,-1.2,0." if name == "metrics.csv" else '{"step": 7, "rew')
-    assert write_report(tmp_path).read_text() == before
+def test_a_torn_last_line_is_left_out(finished_run: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(finished_run, tmp_path / "run")
+    before = write_report(run).read_text()
+    for name, torn in (("metrics.csv", "7,-1.2,0."), ("rollouts.jsonl", '{"step": 7, "rew')):
+        with open(run / name, "a") as file:
+            file.write(torn)
+    assert write_report(run).read_text() == before
 
 
-def test_only_a_report_is_overwritten(tmp_path: Path) -> None:
-    run, path = synthetic_run(tmp_path / "run"), tmp_path / "page.html"
+def test_only_a_report_is_overwritten(finished_run: Path, tmp_path: Path) -> None:
+    run, path = finished_run, tmp_path / "page.html"
     path.write_text("<!doctype html>my own page")
     with pytest.raises(InputError, match="is no page of rlt"):
         write_report(run, path)
