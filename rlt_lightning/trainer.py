@@ -68,7 +68,7 @@ TRAINER_DEFAULTS: dict[str, Any] = {
 IGNORED_WARNINGS = (
     # Our loaders make batches of lists and want no workers.
     ".*does not have many workers.*",
-    # Our modules step their optimizer themselves.
+    # Our checkpoint callback saves at the end of a step.
     ".*Using `?ModelCheckpoint`? with manual optimization.*",
     # The folder of a resumed run is not empty.
     ".*exists and is not empty.*",

@@ -8,17 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from rlt_lightning.checkpoints.folder import discard, discard_unfinished, name_checkpoint
 from rlt_lightning.engines.base import EngineError
 from rlt_lightning.run.metrics_csv import MetricsCSV
-from rlt_lightning.types import InputError
 
 
-class Checkpoint(LightningCheckpoint):
+class Checkpoint(ModelCheckpoint):
     """Keep the newest checkpoints: weights, optimizer, schedule and data position.
 
     One is also written after the last iteration. Ctrl-C or SIGTERM writes one after the iteration and ends
@@ -30,36 +29,40 @@ class Checkpoint(LightningCheckpoint):
         train_time_interval: Instead of iterations, the time between checkpoints; 10 minutes if both are None.
     """
 
-    # `setup` sets it.
-    folder: Path
-
     def __init__(
         self,
         every_n_train_steps: int | None = None,
         save_top_k: int = 1,
         train_time_interval: timedelta | None = None,
     ) -> None:
-        both = every_n_train_steps is not None and train_time_interval is not None
-        if both or save_top_k < -1 or (every_n_train_steps or 1) < 1:
-            raise InputError(
-                "checkpoint.every_n_train_steps must be at least 1, or train_time_interval set in its place, "
-                f"and save_top_k at least -1, but they are {every_n_train_steps}, {train_time_interval} and "
-                f"{save_top_k}. Correct them."
-            )
         if every_n_train_steps is None and train_time_interval is None:
             train_time_interval = timedelta(minutes=10)
-        self.save_top_k = save_top_k
+        super().__init__(
+            filename="step={step:06d}",
+            monitor="step" if save_top_k > 1 else None,  # the newest k have the largest steps
+            mode="max",
+            auto_insert_metric_name=False,
+            save_top_k=save_top_k,
+            every_n_train_steps=every_n_train_steps,
+            train_time_interval=train_time_interval,
+            save_on_train_epoch_end=False,
+            enable_version_counter=False,  # a run that went back replaces the later checkpoints
+        )
         self.every_n_steps, self.interval = every_n_train_steps, train_time_interval
-        self.saved_step = 0  # the optimizer step of the newest checkpoint
         self.last_saved_s = 0.0  # on the clock
-        self.written: list[Path] = []  # in this fit, the newest last
-        self.older: list[Path] = []  # of an earlier run
+        self.older_checkpoints: list[Path] = []
         self.num_steps = 0  # of the whole run
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Write into the run folder, where `last` looks for checkpoints."""
-        self.folder = Path(trainer.default_root_dir) / "checkpoints"
+        self.dirpath = str(Path(trainer.default_root_dir) / "checkpoints")
+        super().setup(trainer, pl_module, stage)
+
+    @property
+    def folder(self) -> Path:
+        """Return the folder of the checkpoints."""
+        return Path(str(self.dirpath))
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -71,8 +74,8 @@ class Checkpoint(LightningCheckpoint):
         if trainer.is_global_zero:
             discard_unfinished(self.folder)
         self.num_steps = pl_module.total_steps()  # type: ignore[operator]
-        self.saved_step, self.written = 0, []
-        self.older = sorted(self.folder.glob("step=*.ckpt"))
+        keeps_all = self.save_top_k == -1
+        self.older_checkpoints = [] if keeps_all else sorted(self.folder.glob("step=*.ckpt"))
         for logger in trainer.loggers:
             if isinstance(logger, MetricsCSV) and trainer.global_step:
                 logger.resume_after(trainer.global_step)
@@ -81,27 +84,21 @@ class Checkpoint(LightningCheckpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if trainer.fast_dev_run or not self.is_due(trainer):  # type: ignore[attr-defined]
-            return
-        self.save(trainer)
-        if self.save_top_k == -1 or not trainer.is_global_zero:
-            return
-        for path in [*self.older, *self.written[: -self.save_top_k]]:
-            if path != self.written[-1]:
-                discard(path)
-        self.older, self.written = [], self.written[-self.save_top_k :]
-
-    def save(self, trainer: Trainer) -> None:
-        """Write a checkpoint of the last finished iteration; all ranks call this together."""
-        path = self.folder / name_checkpoint(trainer.global_step)
-        trainer.save_checkpoint(path)
-        self.written.append(path)
-        self.saved_step, self.last_saved_s = trainer.global_step, time.monotonic()
+        # Lightning's hook ignores the time where the module steps its optimizer itself.
+        if not trainer.fast_dev_run and self.is_due(trainer):  # type: ignore[attr-defined]
+            self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
+            self.last_saved_s = time.monotonic()
+        written = self._last_global_step_saved == trainer.global_step
+        if written and self.older_checkpoints and trainer.is_global_zero:
+            for path in self.older_checkpoints:
+                if path.name != name_checkpoint(trainer.global_step):
+                    discard(path)
+            self.older_checkpoints = []
 
     def is_due(self, trainer: Trainer) -> bool:
         """Return whether a checkpoint of the iteration that has just been trained is to be written."""
         step, every = trainer.global_step, self.every_n_steps
-        if not self.save_top_k or self.saved_step == step:
+        if self._last_global_step_saved == step:
             return False
         if (every and step % every == 0) or step >= self.num_steps or trainer.should_stop:
             return True
@@ -132,7 +129,8 @@ class Checkpoint(LightningCheckpoint):
         All ranks call this together; `Interrupt` does so before it stops them.
         """
         loader: Any = trainer.train_dataloader
-        if loader is None or not loader.in_use or self.saved_step == trainer.global_step:
+        step = trainer.global_step
+        if loader is None or not loader.in_use or self._last_global_step_saved == step:
             return
         progress: Any = trainer.fit_loop.epoch_loop.batch_progress
         # This batch was served and not trained on: serve it again.
@@ -140,4 +138,4 @@ class Checkpoint(LightningCheckpoint):
             loader.rewind()
             for count in (progress.current, progress.total):
                 count.ready = count.started = count.processed
-        self.save(trainer)
+        trainer.save_checkpoint(self.folder / name_checkpoint(step))

@@ -50,6 +50,10 @@ WRAPPERS = {
 }
 # Names that a library calls private and that have no public way, by file: which object has them.
 PRIVATE = {
+    "callbacks/checkpoint.py": {
+        "lightning.pytorch.callbacks:ModelCheckpoint": "_last_global_step_saved _monitor_candidates "
+        "_save_topk_checkpoint"
+    },
     "cli/parser.py": {
         "jsonargparse": "_typehints",
         "jsonargparse._typehints": "ActionTypeHint discard_init_args_on_class_path_change",
