@@ -41,6 +41,7 @@ from rlt_lightning.checkpoints.run_folder import (
     compare_settings,
     is_within,
     open_run_folder,
+    read_settings,
 )
 from rlt_lightning.cli.parser import ConfigParser
 from rlt_lightning.datamodules import EvaluationDataModule, StratosDataModule
@@ -67,14 +68,14 @@ class SaveConfig(SaveConfigCallback):
 
     def setup(self, trainer: lightning.pytorch.Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check that all ranks have found the same checkpoint, then write the file, unless a run resumes."""
-        path = self.config.ckpt_path
-        if (first := trainer.strategy.broadcast(path)) != path:
+        found = self.config.ckpt_path
+        if (first := trainer.strategy.broadcast(found)) != found:
             raise InputError(
                 f"All ranks must load the same checkpoint, but rank 0 found {first} and rank "
-                f"{trainer.global_rank} found {path}. The nodes' shared disk shows changes late: start "
+                f"{trainer.global_rank} found {found}. The nodes' shared disk shows changes late: start "
                 "again in a minute."
             )
-        if not (stage == "fit" and is_within(Path(trainer.default_root_dir), path)):
+        if not (stage == "fit" and is_within(Path(trainer.default_root_dir), found)):
             super().setup(trainer, pl_module, stage)
 
     def on_train_start(self, trainer: lightning.pytorch.Trainer, pl_module: LightningModule) -> None:
@@ -269,9 +270,17 @@ class RLTCommandLine(LightningCLI):
             configs = [Path(str(path)) for path in config.config or []]
             source = config.data.init_args.get("source")
             chosen = isinstance(source, str) and any(word.startswith("--data.source") for word in self.words)
-            rows = source if chosen else None
-            if command := read_next_command(configs, self.choice.folder, rows):
+            options = (find_strategy(config), source if chosen else None)
+            if command := read_next_command(configs, self.choice.folder, *options):
                 print(f"Next: {command}")
+
+
+def find_strategy(config: Namespace) -> str:
+    """Return the strategy of a run or, if it has none, of the run that trained its teacher."""
+    strategy, teacher = config.trainer.strategy, config.model.init_args.get("teacher")
+    if strategy == "auto" and teacher:
+        strategy = read_settings(Path(teacher).parent).get("trainer", {}).get("strategy")
+    return str(strategy)
 
 
 def build_named(module: PolicyModule, optimizer: Any, schedule: Any) -> Any:

@@ -69,12 +69,15 @@ def read_launch_line(text: str) -> list[str]:
     return shlex.split(line)
 
 
-def read_next_command(configs: Iterable[Path], run_folder: Path, source: str | None = None) -> str | None:
+def read_next_command(
+    configs: Iterable[Path], run_folder: Path, strategy: str = "", source: str | None = None
+) -> str | None:
     """Return the command of the next stage, with this run's results; None if there is none.
 
     Args:
         configs: Those of the run. As with other settings, the line of a later one wins.
         run_folder: The run's folder. Without the result that the line names there is no next stage.
+        strategy: That of this run, or of the one whose model it took: ZeRO-3 stays ZeRO-3.
         source: Rows that the user has chosen; None: those of the next config.
     """
     texts = [path.read_text() for path in configs if path.is_file()]
@@ -82,6 +85,8 @@ def read_next_command(configs: Iterable[Path], run_folder: Path, source: str | N
     command = lines[-1].removeprefix(NEXT) if lines else ""
     if not all((run_folder / result).exists() for result in re.findall(r"RUN/(\S+)", command)):
         return None
+    if "deepspeed" in strategy.lower():
+        command = command.replace("hardware/fsdp2", "hardware/zero3")
     reads_them = "--model.teacher" in command and "--data.source" not in command
     command = command.replace("RUN", shlex.quote(str(run_folder)))
     return (f"{command} --data.source {shlex.quote(source)}" if source and reads_them else command) or None
