@@ -51,7 +51,7 @@ def receive_gloo(port: int, shapes: list[torch.Size], rounds: int) -> None:
 def receive_ipc(info: Any, arrived: Any, shapes: list[torch.Size], rounds: int) -> None:
     """Take every tensor out of the buffer and put it in its place."""
     torch.set_num_threads(1)
-    content = open_buffer(info).view(torch.float32)
+    content = open_buffer(info, torch.device("cpu")).view(torch.float32)
     places = [torch.zeros(shape) for shape in shapes]
     for _ in range(rounds):
         for place in places:
@@ -84,7 +84,7 @@ class IPCCopy:
         self.buffer = HostBuffer(max(tensor.nbytes for tensor in tensors.values()))
         self.arrived = multiprocessing.get_context("spawn").Barrier(2)
         shapes = [tensor.shape for tensor in tensors.values()]
-        start_process(receive_ipc, (self.buffer.share(), self.arrived, shapes, rounds))
+        start_process(receive_ipc, (self.buffer.share(""), self.arrived, shapes, rounds))
 
     def __call__(self) -> None:
         for tensor in self.tensors.values():

@@ -164,7 +164,7 @@ class Worker:
 
     def update(self, info: JSON) -> None:
         """Read the weights of a push."""
-        content = open_buffer(info["buffer"])
+        content = open_buffer(info["buffer"], torch.device("cpu"))
         self.load(dict(self.reader.read(content, info["parts"])))
 
     def sample(self, body: JSON) -> JSON:

@@ -2,7 +2,7 @@
 
     WeightPush           pause ─▶ start ─▶ weights ─▶ finish ─▶ reset the prefix cache ─▶ resume
     ├── BucketPush       fills one buffer again and again; all workers load what is in it
-    │   ├── IPCPush      shares the buffer, in main memory, with the workers of this machine
+    │   ├── IPCPush      shares the buffer with the workers of this machine
     │   └── GlooPush     broadcasts it over TCP
     └── NoPush           nothing: workers keep the weights they loaded
 
@@ -37,7 +37,7 @@ from rlt_lightning.engines.threads import run_in_background
 from rlt_lightning.models.weights import gather_in_groups
 from rlt_lightning.types import InputError
 from rlt_lightning.worker.gloo import LOOPBACK, build_broadcast_options, join_group
-from rlt_lightning.worker.ipc import HostBuffer
+from rlt_lightning.worker.ipc import GPUBuffer, HostBuffer
 
 T = TypeVar("T")
 
@@ -164,7 +164,7 @@ class BucketPush(WeightPush):
                 self.send_all(workers)
                 call_each(workers, partial(self.finish, version=version))
             finally:
-                self.free()
+                self.free()  # when the workers have let go of it: a GPU's memory stays taken until then
             call_each(workers, self.resume)
 
     def put(self, name: str, tensor: Tensor, workers: list[WorkerClient]) -> None:
@@ -206,21 +206,40 @@ class BucketPush(WeightPush):
 
 
 class IPCPush(BucketPush):
-    """Share the buffer, in main memory, with workers on this machine (Linux), for the same user.
+    """Share the buffer with workers on this machine.
+
+    It lies on the trainer's GPU if all workers are on the same one (by turns), else in main memory. The
+    workers must run on this machine (Linux), for the same user.
 
     Args:
         bucket_mib: As in `WeightPush`; the buffer has this size too.
         timeout_s: As in `WeightPush`.
     """
 
-    def allocate(self, device: torch.device, workers: list[WorkerClient]) -> HostBuffer:
+    def allocate(self, device: torch.device, workers: list[WorkerClient]) -> HostBuffer | GPUBuffer:
         """Return a buffer that all workers can open."""
+        if device.type == "cuda" and self.all_are_on(device, workers):
+            return GPUBuffer(self.bucket_bytes, device)
         return HostBuffer(self.bucket_bytes)
+
+    def all_are_on(self, device: torch.device, workers: list[WorkerClient]) -> bool:
+        """Tell whether each worker has one GPU, and all of them this one."""
+        gpu = str(torch.cuda.get_device_properties(device).uuid)
+        answers = call_each(
+            workers, lambda worker: self.post(worker, "/collective_rpc", {"method": "name_gpu"})
+        )
+        return all(answer.get("results") == [gpu] for answer in answers)
 
     def send(self, parts: list[JSON], workers: list[WorkerClient]) -> None:
         """See `BucketPush.send`."""
-        body = {"update_info": {"parts": parts, "buffer": self.buffer.share()}}
-        call_each(workers, lambda worker: self.post(worker, "/update_weights", body))
+        if self.buffer.tensor.is_cuda:
+            torch.cuda.current_stream().synchronize()  # copies within a GPU are still under way
+
+        def update(worker: WorkerClient) -> None:
+            info = {"parts": parts, "buffer": self.buffer.share(worker.url)}
+            self.post(worker, "/update_weights", {"update_info": info})
+
+        call_each(workers, update)
 
 
 class GlooPush(BucketPush):

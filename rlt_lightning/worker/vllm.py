@@ -95,7 +95,7 @@ class BucketEngine(IPCWeightTransferEngine):
         """Return the bytes of the trainer's buffer, the same one in a whole update."""
         assert info.buffer is not None
         if self.shared[0] != info.buffer:
-            self.shared = info.buffer, open_buffer(info.buffer)
+            self.shared = info.buffer, open_buffer(info.buffer, self.device)
         content: torch.Tensor = self.shared[1]
         return content
 
@@ -156,6 +156,11 @@ class WorkerExtension:
         """End an update that its trainer did not finish, so that another may start, of any backend."""
         with suppress(RuntimeError):  # none is under way
             self.finish_weight_update()  # type: ignore[attr-defined]
+
+    def name_gpu(self) -> str:
+        """Return the UUID of this process's GPU; empty if it has none."""
+        device = self.device  # type: ignore[attr-defined]
+        return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 WeightTransferEngineFactory.register_engine("rlt", BucketEngine)

@@ -107,6 +107,11 @@ PRIVATE = {
         "torch.distributed:ProcessGroupGloo": "_Options",
         "torch.distributed:ProcessGroupGloo._Options": "_devices _timeout",
     },
+    "worker/ipc.py": {
+        "torch": "_C",
+        "torch:_C": "_accelerator_getAllocatorSettings _accelerator_setAllocatorSettings",
+        "torch:UntypedStorage": "_new_shared_cuda _share_cuda_",
+    },
 }
 
 BY_NAME = {"getattr", "hasattr", "setattr", "delattr", "attrgetter", "patch.object"}

@@ -191,3 +191,40 @@ assert found == {"item": 1, "to device": 1, "to host": 1, "nonzero": 1, "torch.c
 
 def test_waits_for_the_device_are_counted() -> None:
     run_python(COUNTED, ROOT, gpus=1)
+
+
+SHARED = """
+import torch
+from fake_worker import FakeWorker
+from rlt_lightning.engines import IPCPush
+from rlt_lightning.engines.client import WorkerClient
+from rlt_lightning.worker.ipc import TensorReader, open_buffer
+
+gpu, buffers, arrived, freed = torch.device("cuda:0"), [], {}, []
+torch.cuda.ipc_collect = lambda: freed.append(all(w.version == "1" for w in workers))
+
+class OnTheGPU(FakeWorker):
+    def answer(self, path, body):
+        named = path == "/collective_rpc" and body["method"] == "name_gpu"
+        return {"results": ["pretended"]} if named else super().answer(path, body)
+
+    def update(self, info):
+        buffers.append(info["buffer"])
+        arrived.update(self.reader.read(open_buffer(info["buffer"], gpu), info["parts"]))
+
+weights = {"a": torch.randn(700, 500, device=gpu), "b": torch.randn(3, device=gpu).bfloat16()}
+with OnTheGPU() as worker, OnTheGPU() as other:
+    worker.reader, other.reader = TensorReader(gpu), TensorReader(gpu)
+    for workers in ([worker], [worker, other]):
+        buffers.clear(), arrived.clear()
+        IPCPush(bucket_mib=1).push(list(weights.items()), [WorkerClient(w.url) for w in workers], "1")
+        assert len(buffers) == 2 * len(workers)  # 1.4 MB
+        assert len({buffer["memory"] for buffer in buffers}) == len(workers)  # the same one again
+        assert all(tensor.is_cuda and torch.equal(tensor, weights[name]) for name, tensor in arrived.items())
+        assert arrived.keys() == weights.keys()
+        assert freed.pop() and not freed  # once, when the workers have let go of it
+"""
+
+
+def test_a_gpus_buffer_brings_weights_to_workers_on_it() -> None:
+    run_python(SHARED, ROOT, gpus=1)

@@ -242,7 +242,7 @@ class FakeWorker:
                 return {"results": [{"dtype": f"torch.{self.dtype}", "can_sleep": self.frees}]}
             case "/collective_rpc":
                 self.updating = self.updating and body["method"] != "abandon_weight_update"
-                return {"results": [None]}
+                return {"results": [None if body["method"] != "name_gpu" else ""]}
             case "/pause":
                 self.serving.clear()
             case "/resume":
@@ -410,7 +410,7 @@ def receive(name: str, info: JSON, dies_at: str = "") -> dict[str, Any]:
     from rlt_lightning.worker.ipc import TensorReader, open_buffer
 
     if "buffer" in info:
-        content = open_buffer(info["buffer"])
+        content = open_buffer(info["buffer"], torch.device("cpu"))
     else:
         content = torch.empty(info["num_bytes"], dtype=torch.uint8)
         GROUPS[name].broadcast([content], build_broadcast_options()).wait()

@@ -423,23 +423,23 @@ def test_a_worker_opens_no_other_file(tmp_path: Path) -> None:
         file.flush()
         info = {"process": os.getpid(), "file": file.fileno(), "name": "rlt-0", "num_bytes": 100}
         with pytest.raises(FileNotFoundError, match="another file"):
-            open_buffer(info)
+            open_buffer(info, torch.device("cpu"))
 
 
 def test_a_trainer_that_is_killed_leaves_no_memory() -> None:
     code = "from rlt_lightning.worker.ipc import HostBuffer; b = HostBuffer(2**20); b.tensor.fill_(7); "
-    code += "import json, time; print(json.dumps(b.share()), flush=True); time.sleep(600)"
+    code += "import json, time; print(json.dumps(b.share('')), flush=True); time.sleep(600)"
     with Popen([sys.executable, "-c", code], stdout=PIPE, text=True) as trainer:
         assert trainer.stdout is not None
         info = json.loads(trainer.stdout.readline())
-        content = open_buffer(info)
+        content = open_buffer(info, torch.device("cpu"))
         assert content[9:12].tolist() == [7, 7, 7]
         trainer.kill()
     assert len(list_own_buffers()) == 1  # the kernel keeps it for the reader
     del content
     assert list_own_buffers() == []
     with pytest.raises(FileNotFoundError):
-        open_buffer(info)
+        open_buffer(info, torch.device("cpu"))
 
 
 def test_launched_workers_share_memory_where_gpus_are(monkeypatch: pytest.MonkeyPatch) -> None:
