@@ -349,7 +349,7 @@ def run(job: dict[str, Any]) -> None:
         fork_rank_1()
     status: object = 0
     try:
-        run_python(words)
+        run_words(words)
     except SystemExit as ending:
         status = ending.code or 0
     if not isinstance(status, int):
@@ -358,7 +358,7 @@ def run(job: dict[str, Any]) -> None:
     end_process(status)
 
 
-def run_python(words: list[str]) -> None:
+def run_words(words: list[str]) -> None:
     """Do what `python WORDS` does."""
     if words[0] == "-c":
         sys.argv = ["-c", *words[2:]]

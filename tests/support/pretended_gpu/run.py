@@ -9,7 +9,7 @@ import importlib.util
 import sys
 from unittest.mock import patch
 
-from commands import run_python
+from commands import run_words
 
 import pretended_gpu.device  # noqa: F401  (before torch)
 
@@ -32,4 +32,4 @@ def prepare() -> None:
 
 if __name__ == "__main__":
     prepare()
-    run_python(sys.argv[1:])
+    run_words(sys.argv[1:])
