@@ -330,3 +330,21 @@ def clone_storage(self: torch.UntypedStorage) -> torch.UntypedStorage:
 
 torch.UntypedStorage.resize_ = resize_storage  # type: ignore[method-assign]
 torch.UntypedStorage.clone = clone_storage  # type: ignore[method-assign]
+torch.UntypedStorage.clone = clone_storage  # type: ignore[method-assign]
+
+# What CUDA IPC shares, by its handle: only this process can open it.
+SHARED: dict[bytes, torch.UntypedStorage] = {}
+
+
+def share_storage(self: torch.UntypedStorage) -> tuple[Any, ...]:
+    handle = f"{len(SHARED):064d}".encode()
+    SHARED[handle] = self
+    return 0, handle, self.nbytes(), 0, b"counter", 0, b"event", False
+
+
+def open_storage(device: int, handle: bytes, *_: Any) -> torch.UntypedStorage:
+    return SHARED[handle]
+
+
+torch.UntypedStorage._share_cuda_ = share_storage  # type: ignore[method-assign,assignment]
+torch.UntypedStorage._new_shared_cuda = staticmethod(open_storage)  # type: ignore[method-assign,assignment]
