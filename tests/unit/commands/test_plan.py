@@ -251,13 +251,7 @@ def test_a_teacher_s_logits_stand_beside_the_policy_s() -> None:
     assert full_words["train"]["head"] > sampled["train"]["head"] + 1.5
 
 
-@pytest.mark.parametrize(
-    ("scorer", "part"),
-    [
-        ("policy", None),
-        full("reference", "  reference miniature"),
-    ],
-)
+@pytest.mark.parametrize(("scorer", "part"), [("policy", None), full("reference", "  reference miniature")])
 def test_likelihood_rewards_are_planned_with_their_scorer(scorer: str, part: str | None) -> None:
     options = [f"--model.student={scorer}", "--data.force_format=true"]
     [plan] = planned([["--config=laptop/likelihood", *options]])

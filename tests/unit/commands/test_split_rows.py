@@ -8,14 +8,7 @@ from pathlib import Path
 
 import pytest
 from jars import build_rows, write_rows
-from own_rows import (
-    build_page,
-    choose_part,
-    is_told_apart,
-    main,
-    repeat_rows,
-    split_rows,
-)
+from own_rows import build_page, choose_part, is_told_apart, main, repeat_rows, split_rows
 
 from rlt_lightning.types import InputError
 

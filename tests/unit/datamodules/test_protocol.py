@@ -177,11 +177,7 @@ def test_a_response_ends_where_the_context_does(tiny_model: str, tmp_path: Path)
 
 def test_choices_and_countdown_of_ones_own(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", GPQA)
-    settings = {
-        "source": path,
-        "judge": "choice",
-        "template": "{question} {options}!",
-    }
+    settings = {"source": path, "judge": "choice", "template": "{question} {options}!"}
     question = read_set("zoo", settings | {"separator": " / "}, None, 0)[0]
     letter = question.reference["answer"]
     assert question.question.startswith("Which of 0? A) ")

@@ -41,10 +41,7 @@ def load(source: str, **options: Any) -> StratosDataModule:
 
 
 @pytest.mark.parametrize("tags", ["stratos", "r1"])
-@pytest.mark.parametrize(
-    "tag",
-    ["<think>", "</think>", *list(STRATOS.tags().values()), "of the style"],
-)
+@pytest.mark.parametrize("tag", ["<think>", "</think>", *list(STRATOS.tags().values()), "of the style"])
 @pytest.mark.parametrize("column", ["reasoning_trace", "other_trace", "solution", "conversations"])
 def test_a_tag_in_a_text_makes_a_bad_row(tmp_path: Path, tags: str, tag: str, column: str) -> None:
     if column == "conversations" and tags == "stratos" and tag in R1.tags().values():

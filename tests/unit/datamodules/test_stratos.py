@@ -25,13 +25,7 @@ from rlt_lightning.datamodules.sources import read_rows
 from rlt_lightning.modules import SFTModule
 from rlt_lightning.tags import R1, STRATOS
 from rlt_lightning.tasks.stepwise import chain_rows
-from rlt_lightning.types import (
-    BadRowError,
-    BadRowReason,
-    InputError,
-    Problem,
-    SFTExample,
-)
+from rlt_lightning.types import BadRowError, BadRowReason, InputError, Problem, SFTExample
 
 MakeData = Callable[..., StratosDataModule]
 

@@ -22,12 +22,7 @@ UUID = "GPU-1f8d4b1c-0f0a-4b6e-9c52-8d6a3f1f7a10"
 
 
 @pytest.mark.parametrize(
-    ("shown", "gpus", "given"),
-    [
-        (None, [4], "4"),
-        ("4,5,6,7", [3, 2], "7,6"),
-        (f"MIG-a, {UUID}", [1], UUID),
-    ],
+    ("shown", "gpus", "given"), [(None, [4], "4"), ("4,5,6,7", [3, 2], "7,6"), (f"MIG-a, {UUID}", [1], UUID)]
 )
 def test_gpus_are_counted_among_the_visible_ones(shown: str | None, gpus: list[int], given: str) -> None:
     environment = {} if shown is None else {"CUDA_VISIBLE_DEVICES": shown}

@@ -289,10 +289,7 @@ def test_log_probs_of_another_temperature_are_told(miniature: str, tmp_path: Pat
     assert "must be 1 on average" in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("push", "options"),
-    [full("IPCPush", {}), ("GlooPush", {"dtype": "bfloat16"})],
-)
+@pytest.mark.parametrize(("push", "options"), [full("IPCPush", {}), ("GlooPush", {"dtype": "bfloat16"})])
 def test_an_honest_worker_is_neither_stopped_nor_told_of(
     push: str, options: dict[str, Any], miniature: str, tmp_path: Path
 ) -> None:

@@ -22,14 +22,7 @@ import pytest
 import torch
 from cases import full
 from commands import wait_until
-from fake_worker import (
-    END,
-    FakeTokenizer,
-    FakeWorker,
-    join_gloo,
-    made_up,
-    receive,
-)
+from fake_worker import END, FakeTokenizer, FakeWorker, join_gloo, made_up, receive
 from fleets import (  # noqa: F401
     PROMPTS,
     SAMPLING,

@@ -16,10 +16,7 @@ from typing import Any
 import pytest
 from commands import ROOT, wait_until
 
-from rlt_lightning.judging.answers import (
-    arithmetic_expression,
-    marked_answer,
-)
+from rlt_lightning.judging.answers import arithmetic_expression, marked_answer
 from rlt_lightning.judging.judge import Judge, Verdict
 from rlt_lightning.types import InputError
 

@@ -18,12 +18,7 @@ from torch import Tensor, nn
 
 from rlt_lightning.checkpoints.io import place_step
 from rlt_lightning.models import kernels as chosen_kernels
-from rlt_lightning.models.kernels import (
-    Kernels,
-    choose_head,
-    compiled_head_fault,
-    fuse_blocks,
-)
+from rlt_lightning.models.kernels import Kernels, choose_head, compiled_head_fault, fuse_blocks
 from rlt_lightning.models.packed import HeadOptions
 from rlt_lightning.modules.frozen import Model
 from rlt_lightning.modules.on_policy import get_frozen_ready
@@ -96,10 +91,7 @@ MISCOMPILED: list[tuple[Divergence, str, Callable[[Any], Any]]] = [
 
 @pytest.mark.parametrize(("divergence", "function", "wrong"), MISCOMPILED)
 def test_the_check_of_the_head_sees_a_wrong_divergence(
-    divergence: Divergence,
-    function: str,
-    wrong: Callable[[Any], Any],
-    monkeypatch: pytest.MonkeyPatch,
+    divergence: Divergence, function: str, wrong: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
 ):
     def compiled_wrongly(right: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
         is_wrong = compiled and right.__name__ == function

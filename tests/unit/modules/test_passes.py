@@ -133,9 +133,7 @@ def test_what_rows_share_is_read_once_in_a_step() -> None:
 )
 def test_the_engines_log_probs_serve_where_all_are_known(log_probs: Any, options: Any, asks: bool) -> None:
     step, calls = read(
-        lambda rollout: [of_completion("teacher", rollout, first=1, asks_engine=True)],
-        log_probs,
-        **options,
+        lambda rollout: [of_completion("teacher", rollout, first=1, asks_engine=True)], log_probs, **options
     )
     assert bool(calls) == asks
     expected = [-12, -14] if asks else [-0.2, -0.3]

@@ -13,9 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rlt_lightning.numerics import Divergence
 from rlt_lightning.numerics.divergence import divergence
 from rlt_lightning.numerics.head import Head, LogitScale, choose_tiles
-from rlt_lightning.numerics.log_probs import (
-    linear_log_probs,
-)
+from rlt_lightning.numerics.log_probs import linear_log_probs
 
 VOCABULARY = 1100  # a block of 1024 words and a narrower one, in a MiB
 

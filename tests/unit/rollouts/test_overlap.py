@@ -15,14 +15,7 @@ import torch
 from cases import full
 from commands import wait_until
 from fake_worker import END, FakeWorker
-from fleets import (
-    PROMPTS,
-    SAMPLING,
-    SEEDS,
-    assert_each_prompt_once,
-    start,
-    undisturbed,
-)
+from fleets import PROMPTS, SAMPLING, SEEDS, assert_each_prompt_once, start, undisturbed
 from fleets import token_ids as ids
 from grpo import Witness, data, module
 from outside import Outside, Waiting, scored  # noqa: F401
@@ -30,13 +23,7 @@ from sampling import build_requests
 from trainers import bare_trainer
 
 from rlt_lightning.callbacks import RolloutCallback
-from rlt_lightning.engines import (
-    EngineError,
-    HFEngine,
-    SampleRequest,
-    Sampling,
-    WorkersLost,
-)
+from rlt_lightning.engines import EngineError, HFEngine, SampleRequest, Sampling, WorkersLost
 from rlt_lightning.engines.threads import run_in_background
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.numerics.rewards import NonFiniteError
