@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 GOLDEN_FOLDER = Path(__file__).parent / "golden"  # what the code of others returned
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+needs_compiler = pytest.mark.skipif(shutil.which("gcc") is None, reason="torch.compile needs a C compiler")
 
 
 def full(*values: Any) -> Any:

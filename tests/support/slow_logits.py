@@ -1,7 +1,10 @@
-"""Compute all logits of a language-model head at once, and what follows from them."""
+"""Compute all logits of a language-model head at once, and what follows from them; notice large tensors."""
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlt_lightning.numerics.head import LogitScale
 from rlt_lightning.numerics.log_probs import scaled_log_softmax
@@ -25,3 +28,15 @@ def token_log_probs(logits: Tensor, targets: Tensor, temperature: float = 1.0) -
 def token_entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
     """Entropies, (M,), of logits (M, V)."""
     return torch.special.entr(scaled_log_softmax(logits, temperature).exp()).sum(dim=-1)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes how many numbers the largest tensor has that is made meanwhile."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        outputs = result if isinstance(result, tuple) else (result,)
+        self.numel = max([self.numel, *(t.numel() for t in outputs if isinstance(t, Tensor))])
+        return result

@@ -31,43 +31,33 @@ LOG_PROBS = ENGINE + torch.tensor([[3 / 2, 1 / 2, 4.0], [3 / 2, 2.0, 1.0]]).log(
 MASK = torch.tensor([[True, True, True], [True, True, False]])
 
 
-def test_token_weights_are_the_ratios_up_to_the_cap() -> None:
-    weights = TruncatedImportanceSampling("token", cap=2.5)(LOG_PROBS, ENGINE, MASK)
-    torch.testing.assert_close(weights, torch.tensor([[1.5, 0.5, 2.5], [1.5, 2.0, 1.0]]))
+# The products of the rows are both 3, so their geometric means are the cube and the square root of 3; the
+# arithmetic ones are (3/2 + 1/2 + 4) / 3 = 2 and (3/2 + 2) / 2 = 7/4. Bounds are of products, not of factors.
+@pytest.mark.parametrize(
+    ("level", "mode", "floor", "cap", "first", "second"),
+    [
+        ("token", "truncate", 0.0, 2.5, [1.5, 0.5, 2.5], [1.5, 2.0]),
+        ("token", "truncate", 0.75, 2.5, [1.5, 0.75, 2.5], [1.5, 2.0]),
+        ("token", "mask", 0.75, 2.5, [1.5, 0.0, 0.0], [1.5, 2.0]),
+        ("token", "mask", 0.0, 2.5, [1.5, 0.5, 0.0], [1.5, 2.0]),
+        ("sequence", "truncate", 0.0, 10.0, [3.0] * 3, [3.0] * 2),
+        ("sequence", "truncate", 0.0, 2.5, [2.5] * 3, [2.5] * 2),
+        ("sequence", "mask", 0.5, 2.5, [0.0] * 3, [0.0] * 2),
+        ("arithmetic", "truncate", 0.0, 2.5, [2.0] * 3, [1.75] * 2),
+        ("geometric", "truncate", 0.0, 2.5, [3 ** (1 / 3)] * 3, [3 ** (1 / 2)] * 2),
+        ("geometric", "mask", 0.5, 1.5, [3 ** (1 / 3)] * 3, [0.0] * 2),
+    ],
+)
+def test_weights_by_hand(level: Any, mode: Any, floor: float, cap: float, first: Any, second: Any) -> None:
+    weights = TruncatedImportanceSampling(level, cap, floor, mode)(LOG_PROBS, ENGINE, MASK)
+    torch.testing.assert_close(weights, torch.tensor([first, [*second, 1.0]]))  # 1 on padding
 
 
-def test_sequence_weights_are_the_product_of_all_ratios_up_to_the_cap() -> None:
-    # 3/2 * 1/2 * 4 = 3 and 3/2 * 2 = 3; the cap is put on the product, not on its factors.
-    weights = TruncatedImportanceSampling("sequence", cap=10.0)(LOG_PROBS, ENGINE, MASK)
-    torch.testing.assert_close(weights, torch.tensor([[3.0, 3.0, 3.0], [3.0, 3.0, 1.0]]))
-    capped = TruncatedImportanceSampling("sequence", cap=2.5)(LOG_PROBS, ENGINE, MASK)
-    torch.testing.assert_close(capped, torch.tensor([[2.5, 2.5, 2.5], [2.5, 2.5, 1.0]]))
-
-
-def test_means_of_a_sequence_are_arithmetic_and_geometric() -> None:
-    # (3/2 + 1/2 + 4) / 3 = 2 and (3/2 + 2) / 2 = 7/4; the cube root of 3 and the square root of 3.
-    arithmetic = TruncatedImportanceSampling("arithmetic")(LOG_PROBS, ENGINE, MASK)
-    torch.testing.assert_close(arithmetic, torch.tensor([[2.0, 2.0, 2.0], [1.75, 1.75, 1.0]]))
-    geometric = TruncatedImportanceSampling("geometric")(LOG_PROBS, ENGINE, MASK)
-    third, half = 3 ** (1 / 3), 3 ** (1 / 2)
-    torch.testing.assert_close(geometric, torch.tensor([[third, third, third], [half, half, 1.0]]))
-
-
-def test_outside_the_bounds_weights_are_truncated_or_masked() -> None:
-    # Ratios 3/2, 1/2 and 4; 3/2 and 2. Products 3 and 3, geometric means 1.44 and 1.73. A bound is within.
-    def weigh(level: Any, mode: Any, floor: float, cap: float) -> list[list[float]]:
-        return TruncatedImportanceSampling(level, cap, floor, mode)(LOG_PROBS, ENGINE, MASK).tolist()
-
-    approx = pytest.approx
-    assert weigh("token", "truncate", 0.75, 2.5) == [approx([1.5, 0.75, 2.5]), approx([1.5, 2.0, 1.0])]
-    assert weigh("token", "mask", 0.75, 2.5) == [approx([1.5, 0.0, 0.0]), approx([1.5, 2.0, 1.0])]
-    assert weigh("token", "mask", 0.0, 2.5) == [approx([1.5, 0.5, 0.0]), approx([1.5, 2.0, 1.0])]
-    assert weigh("sequence", "mask", 0.5, 2.5) == [[0, 0, 0], [0, 0, 1]]
-    assert weigh("geometric", "mask", 0.5, 1.5) == [approx([3 ** (1 / 3)] * 3), [0, 0, 1]]
+def test_a_bound_is_within() -> None:
     exact = torch.tensor([[2.0]])
     for cap, kept in ((2.0, 2.0), (1.9, 0.0)):
         bounded = TruncatedImportanceSampling(cap=cap, mode="mask")
-        assert bounded(exact.log(), 0 * exact, exact > 0).item() == approx(kept)
+        assert bounded(exact.log(), 0 * exact, exact > 0).item() == pytest.approx(kept)
 
 
 @cache
@@ -110,11 +100,8 @@ def test_weights_equal_those_of_trl(level: Any, mode: Any, low: float | None, hi
     engine = -torch.rand(64, 12, generator=generator, dtype=torch.float64)
     log_probs = engine + 0.6 * torch.randn(64, 12, generator=generator, dtype=torch.float64)
     mask = torch.arange(12) < torch.randint(1, 13, (64, 1), generator=generator)
-    batch = {
-        "old_per_token_logps": log_probs,
-        "sampling_per_token_logps": engine,
-        "completion_mask": mask.long(),
-    }
+    batch = {"old_per_token_logps": log_probs, "sampling_per_token_logps": engine}
+    batch["completion_mask"] = mask.long()
     theirs = weights_of_trl(f"{level}_{mode}", low, high, batch).expand(64, 12)
     weigh = TruncatedImportanceSampling(level, math.inf if high is None else high, low or 0.0, mode)
     ours = weigh(log_probs, engine, mask)
@@ -145,19 +132,13 @@ def test_weights_are_one_on_policy_and_have_no_gradient(level: Any) -> None:
 
 def test_masked_tokens_are_counted_and_a_step_without_others_warns() -> None:
     masks = TruncatedImportanceSampling("token", cap=1.5, floor=0.75, mode="mask")
-    rows: Any = [
-        SimpleNamespace(
-            completion=SimpleNamespace(log_probs=ENGINE[i, : MASK[i].sum()].tolist(), worker=name)
-        )
-        for i, name in enumerate(("a", "b"))
+    completions = [
+        SimpleNamespace(log_probs=ENGINE[i, : MASK[i].sum()].tolist(), worker="ab"[i]) for i in (0, 1)
     ]
-    inputs: Any = SimpleNamespace(
-        rollouts=rows,
-        old_log_probs=LOG_PROBS,
-        engine_log_probs=pad_engine_log_probs(rows, LOG_PROBS),
-        token_mask=MASK,
-        stale=False,
-    )
+    rows: Any = [SimpleNamespace(completion=completion) for completion in completions]
+    of_engine = pad_engine_log_probs(rows, LOG_PROBS)
+    tensors = {"old_log_probs": LOG_PROBS, "engine_log_probs": of_engine, "token_mask": MASK}
+    inputs: Any = SimpleNamespace(rollouts=rows, stale=False, **tensors)
     # Ratios 3/2, 1/2 and 4; then 3/2 and 2: three of the five tokens are outside of the bounds.
     _, _, measured = compare_with_engine(inputs, masks)
     by_worker = {worker: Mismatch.read([own]) for worker, own in measured.items()}
@@ -242,14 +223,10 @@ def test_weighing_by_the_ratio_to_the_sampler_is_reinforce_of_the_trainer_in_the
     (expected,) = torch.autograd.grad(-(log_p.exp() * advantages).sum(), logits, retain_graph=True)
     mask = torch.ones(3, 1, dtype=torch.bool)
     weights = TruncatedImportanceSampling(cap=100.0)(log_p[:, None], q.log()[:, None], mask)
-    loss = GRPOLoss(kl_coef=0)
+    columns = {"log_probs": log_p[:, None], "advantages": advantages, "token_mask": mask}
+    columns["importance_weights"] = weights
     losses = [
-        loss(
-            log_probs=log_p[word : word + 1, None],
-            advantages=advantages[word : word + 1],
-            token_mask=mask[:1],
-            importance_weights=weights[word : word + 1],
-        )[0]
+        GRPOLoss(kl_coef=0)(**{name: column[[word]] for name, column in columns.items()})[0]
         for word in range(3)
     ]
     (grad,) = torch.autograd.grad(torch.stack(losses) @ q, logits)

@@ -30,18 +30,21 @@ from rlt_lightning.rollouts.columns import REWARD, Level, Log, Term
 from rlt_lightning.types import InputError
 
 
-def scores(*probs: list[float], closed: list[bool] | None = None, **options: Any) -> SolutionScores:
-    """Thoughts of one problem, whose solution's tokens have these probabilities; 5 is padding."""
-    columns = torch.tensor(probs, dtype=torch.float64)
-    number = len(probs)
+def scores_of(log_probs: Tensor, token_mask: Tensor, **options: Any) -> SolutionScores:
+    """Thoughts of one problem, of ten tokens each, which are closed, with these scores of the solution."""
+    number = len(log_probs)
     fields: dict[str, Any] = {
-        "log_probs": columns.log(),
-        "token_mask": columns < 5,
-        "closed": torch.tensor([True] * number if closed is None else closed),
+        "closed": torch.ones(number, dtype=torch.bool),
         "lengths": torch.full((number,), 10),
         "groups": torch.zeros(number, dtype=torch.long),
     }
-    return SolutionScores(**fields | options)
+    return SolutionScores(log_probs, token_mask, **fields | options)
+
+
+def scores(*probs: list[float], closed: list[bool] | None = None) -> SolutionScores:
+    """The same by probabilities; 5 is padding."""
+    columns = torch.tensor(probs, dtype=torch.float64)
+    return scores_of(columns.log(), columns < 5, closed=torch.tensor(closed or [True] * len(probs)))
 
 
 def equals(found: Tensor, expected: list[float]) -> None:
@@ -115,12 +118,6 @@ def test_reductions_are_those_of_the_released_code(reduction: Any, expected: flo
     equals(terms[Term("kl")], [-2 * expected])
 
 
-def scores_of(values: Tensor, mask: Tensor) -> SolutionScores:
-    number = len(values)
-    unused = torch.zeros(number, dtype=torch.long)
-    return SolutionScores(values, mask, torch.ones(number, dtype=torch.bool), unused, unused)
-
-
 def test_the_answer_term_needs_policy_and_reward() -> None:
     policy, reference = (Student.of(student) for student in ("policy", "reference"))
     assert choose_answer_weight(None, LogProbReward(), policy) == 1
@@ -172,9 +169,7 @@ def flat_gradient(model: nn.Module, objective: Tensor) -> Tensor:
     return torch.cat([g.flatten() for g in torch.autograd.grad(objective, list(model.parameters()))])
 
 
-def estimated_gradient(
-    model: Recurrent, rows: Tensor, reward: LikelihoodReward, answer_weight: float
-) -> Tensor:
+def estimate(model: Recurrent, rows: Tensor, reward: LikelihoodReward, answer_weight: float) -> Tensor:
     """The mean of the estimator over all groups of two thoughts, each with its probability."""
     number = len(rows)
     first, second = (one.flatten() for one in torch.meshgrid(*[torch.arange(number)] * 2, indexing="ij"))
@@ -198,15 +193,13 @@ def estimated_gradient(
 
 
 @pytest.mark.parametrize("reward", [LogProbReward(), LogProbReward(reduction="mean"), VeriFreeReward()])
-def test_the_mean_over_all_thoughts_is_the_gradient_only_with_the_answer_term(
-    reward: LikelihoodReward,
-) -> None:
+def test_the_gradient_over_all_thoughts_needs_the_answer_term(reward: LikelihoodReward) -> None:
     model = Recurrent()
     rows = torch.tensor([[0, *z, *SOLUTION] for z in product(range(NUM_WORDS), repeat=THOUGHT)])
     exact = exact_gradient(model, rows, reward)
-    found = estimated_gradient(model, rows, reward, answer_weight=1)
+    found = estimate(model, rows, reward, answer_weight=1)
     torch.testing.assert_close(found, exact, atol=1e-6, rtol=0)
-    without = estimated_gradient(model, rows, reward, answer_weight=0)
+    without = estimate(model, rows, reward, answer_weight=0)
     size = float(exact.abs().max())
     assert float((without - exact).abs().max()) > 0.1 * size > 1e-4
     print(f"figure: the gradient, up to {size:.2g}, is met to {float((found - exact).abs().max()):.1e}")
@@ -217,18 +210,12 @@ def test_the_mean_over_all_thoughts_is_the_gradient_only_with_the_answer_term(
 GOLDEN = json.loads((GOLDEN_FOLDER / "likelihood.json").read_text())
 
 
-def golden_scores(**options: Any) -> SolutionScores:
+def golden_scores(scale: float = 1.0) -> SolutionScores:
     """Six thoughts of one problem, as the authors' code had SmolLM2 score them."""
     log_probs = torch.tensor(GOLDEN["log_probs"])
-    fields = {
-        "log_probs": log_probs,
-        "token_mask": torch.ones_like(log_probs, dtype=torch.bool),
-        "closed": torch.tensor(GOLDEN["closed"]),
-        "lengths": torch.tensor(GOLDEN["lengths"]),
-        "groups": torch.zeros(len(log_probs)),
-        "empty_log_probs": torch.tensor(GOLDEN["empty_log_probs"]).expand_as(log_probs),
-    }
-    return SolutionScores(**fields | options)
+    fields = {name: torch.tensor(GOLDEN[name]) for name in ("closed", "lengths")}
+    fields["empty_log_probs"] = torch.tensor(GOLDEN["empty_log_probs"]).expand_as(log_probs)
+    return scores_of(scale * log_probs, torch.ones_like(log_probs, dtype=torch.bool), **fields)
 
 
 def is_near(found: Tensor, expected: Any) -> None:
@@ -248,7 +235,7 @@ def test_rlpr_equals_the_released_code() -> None:
 
 def test_verifree_equals_the_released_code_with_its_gradient() -> None:
     golden = GOLDEN["verifree"]
-    given = golden_scores(log_probs=golden["scale_of_log_probs"] * golden_scores().log_probs)
+    given = golden_scores(golden["scale_of_log_probs"])
     is_near(VeriFreeReward()(given)[REWARD], golden["reward"])
     log_probs = given.log_probs.clone().requires_grad_()
     rewards = VeriFreeReward().score_solution(replace(given, log_probs=log_probs))

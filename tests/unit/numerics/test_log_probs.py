@@ -1,14 +1,12 @@
 """Log-probs by hand, and block by block against all at once."""
 
 import math
-import shutil
 
 import pytest
 import torch
-from cases import full
-from slow_logits import slow_logits, token_entropy, token_log_probs
+from cases import needs_compiler
+from slow_logits import LargestTensor, slow_logits, token_entropy, token_log_probs
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlt_lightning.numerics import Divergence
 from rlt_lightning.numerics.divergence import divergence
@@ -29,11 +27,9 @@ def example(
     return hidden, weight, bias, torch.randint(0, VOCABULARY, (num_tokens,))
 
 
-@pytest.mark.parametrize("compiled", [False, full(True)])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=(pytest.mark.full, needs_compiler))])
 @pytest.mark.parametrize("scale", [LogitScale(0.7), LogitScale(0.7, 1.3, cap=3.0)])
 def test_blocks_equal_all_at_once(scale, compiled):
-    if compiled and shutil.which("gcc") is None:
-        pytest.skip("torch.compile needs a C compiler on a CPU")
     hidden, weight, bias, targets = example()
     logits = slow_logits(hidden, weight, bias, scale)
     expected = token_log_probs(logits, targets, 0.7)
@@ -50,10 +46,9 @@ def test_blocks_equal_all_at_once(scale, compiled):
 
 def test_frozen_weights_and_states_get_no_gradient():
     hidden, weight, _, targets = example(3)
-    log_probs, _ = linear_log_probs(hidden.detach(), Head(weight), targets)
-    assert torch.autograd.grad(log_probs.sum(), weight)[0].any()
-    log_probs, _ = linear_log_probs(hidden, Head(weight.detach()), targets)
-    assert torch.autograd.grad(log_probs.sum(), hidden)[0].any()
+    for states, head, trained in ((hidden.detach(), weight, weight), (hidden, weight.detach(), hidden)):
+        log_probs, _ = linear_log_probs(states, Head(head), targets)
+        assert torch.autograd.grad(log_probs.sum(), trained)[0].any()
     assert not linear_log_probs(hidden.detach(), Head(weight.detach()), targets)[0].requires_grad
 
 
@@ -67,18 +62,9 @@ def test_a_tied_head_adds_to_the_gradient_of_the_embedding():
 
 
 def test_no_tensor_of_tokens_times_words_is_kept_or_made():
-    class Largest(TorchDispatchMode):
-        numel = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            result = func(*args, **(kwargs or {}))
-            outputs = result if isinstance(result, tuple) else (result,)
-            self.numel = max([self.numel, *(t.numel() for t in outputs if isinstance(t, Tensor))])
-            return result
-
     torch.manual_seed(0)
     hidden, weight = torch.randn(1024, 8, requires_grad=True), torch.randn(5000, 8, requires_grad=True)
-    with Largest() as largest:
+    with LargestTensor() as largest:
         linear_log_probs(hidden, Head(weight), torch.arange(1024), logits_mib=1)[0].sum().backward()
     assert largest.numel == 2**18  # a MiB of fp32, of the 5 million logits
 

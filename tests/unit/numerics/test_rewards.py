@@ -153,9 +153,7 @@ def test_reward_options_are_checked(options):
 
 def test_non_finite_values_are_named_with_their_rows():
     values = torch.tensor([[0.0, 1.0], [math.nan, 2.0], [3.0, -math.inf]])
-    with pytest.raises(
-        NonFiniteError, match=r"Every reward must be finite, but row\(s\) 11, 12 have -inf and nan"
-    ):
+    with pytest.raises(NonFiniteError, match=r"Every reward .* row\(s\) 11, 12 have -inf and nan"):
         require_finite(values, "reward", rows=[10, 12, 11])
     with pytest.raises(NonFiniteError, match=r"row\(s\) 7 have inf"):
         require_finite(torch.tensor([1.0, math.inf]), "reward", rows=[7, 7])
