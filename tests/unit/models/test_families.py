@@ -111,11 +111,12 @@ def test_a_family_is_sampled_as_its_eager_forward(name: str, tmp_path: Path, min
     engine.start(model, tokenizer, tmp_path)
     # Padding beside short prompts; one prompt crosses what a layer sees at a time, one is longer.
     prompts = draw_texts(3, 20, 40, 20)
+    asked: Any = (prompts, Sampling(0, max_completion_length=9), 2, "", [1, 2, 3, 4])
     if family.decoder == "refused":
         with pytest.raises(InputError, match="rope_type dynamic"):
-            sample_groups(engine, prompts, Sampling(0, max_completion_length=9), 2, "", [1, 2, 3, 4])
+            sample_groups(engine, *asked)
         return
-    groups = sample_groups(engine, prompts, Sampling(0, max_completion_length=9), 2, "", [1, 2, 3, 4])
+    groups = sample_groups(engine, *asked)
     assert engine.decoder == family.decoder
     for prompt, group in zip(prompts, groups, strict=True):
         assert group[0].token_ids == group[1].token_ids

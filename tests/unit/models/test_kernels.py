@@ -35,38 +35,33 @@ from rlt_lightning.numerics.varlen import FlashAttnKernel, TorchKernel
 from rlt_lightning.types import InputError
 
 
-def test_varlen_kernels_equal_a_loop_over_segments_in_value_and_gradient():
+def require_the_loops(ours: Tensor, inputs: Any, segments: Segments) -> None:
+    """Compare value and gradient with those of a loop over segments."""
+    expected = looped_attention(*inputs, segments, 0.3)
+    torch.testing.assert_close(ours, expected)
+    gradient = torch.randn_like(expected)
+    gradients, theirs = (torch.autograd.grad(output, inputs, gradient) for output in (ours, expected))
+    torch.testing.assert_close(gradients, theirs)
+
+
+def test_varlen_kernels_equal_a_loop_over_segments():
     inputs = random_heads()
     kernel = FlashAttnKernel(SlowFlashAttn(), "slow")
     for segments in (SEGMENTS, Segments((0, 5, 12, 40))):
-        ours = MergedAttention.apply(*inputs, segments, 0.3, kernel)
-        expected = looped_attention(*inputs, segments, 0.3)
-        torch.testing.assert_close(ours, expected)
-        gradient = torch.randn_like(expected)
-        torch.testing.assert_close(
-            torch.autograd.grad(ours, inputs, gradient), torch.autograd.grad(expected, inputs, gradient)
-        )
+        require_the_loops(MergedAttention.apply(*inputs, segments, 0.3, kernel), inputs, segments)
 
 
 def test_heads_of_any_size_are_padded_for_the_kernel(monkeypatch: pytest.MonkeyPatch):
     sizes = []
 
     class Watched(SlowFlashAttn):
-        def ranges(self, *limits: Any) -> Any:
-            return super().ranges(*limits)
-
         def _wrapped_flash_attn_varlen_forward(self, q: Tensor, *args: Any, **options: Any) -> Any:
             sizes.append(q.shape[-1])
             return super()._wrapped_flash_attn_varlen_forward(q, *args, **options)
 
     monkeypatch.setitem(KERNELS, "cpu", AnyType(Watched(), "slow"))
     inputs = random_heads(size=10)
-    ours, expected = segment_attention(*inputs, SEGMENTS, 0.3), looped_attention(*inputs, SEGMENTS, 0.3)
-    torch.testing.assert_close(ours, expected)
-    gradient = torch.randn_like(expected)
-    torch.testing.assert_close(
-        torch.autograd.grad(ours, inputs, gradient), torch.autograd.grad(expected, inputs, gradient)
-    )
+    require_the_loops(segment_attention(*inputs, SEGMENTS, 0.3), inputs, SEGMENTS)
     assert set(sizes) == {16}
 
 

