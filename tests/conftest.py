@@ -188,6 +188,22 @@ def smollm2() -> str:
 
 
 @pytest.fixture(scope="session")
+def smol(smollm2: str) -> Any:
+    """SmolLM2's tokenizer, to be read only."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(smollm2)
+
+
+@pytest.fixture(scope="session")
+def qwen(shared: Path) -> Any:
+    """Qwen2.5's tokenizer, to be read only."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(shared / "data/tokenizers/Qwen2.5-Instruct")
+
+
+@pytest.fixture(scope="session")
 def miniature() -> str:
     """Folder of the embedded tiny model, pretrained on last-digit chains; `tiny.CHAINS` gives it its task."""
     from rlt_lightning.models.embedded import MINIATURES

@@ -8,13 +8,15 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
+from trainers import bare_trainer
 
 from rlt_lightning.callbacks import RolloutCallback
 from rlt_lightning.datamodules import StratosDataModule, TeacherRLData
 from rlt_lightning.engines import Sampling
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
-from rlt_lightning.types import PromptBatch
+from rlt_lightning.rollouts.step import StepBatch
+from rlt_lightning.types import PromptBatch, Rollout
 
 TEMPERATURE = 0.7
 
@@ -41,6 +43,26 @@ def module(model: str, **options: Any) -> RLTModule:
     return RLTModule(model, **{"student": model, "group_size": 4, "optimizer": optimizer} | options)
 
 
+def fit(folder: Path, rlt: RLTModule, *callbacks: Callback, **options: Any) -> Trainer:
+    """Train a module with the options of a Trainer; `rollout_callback()` samples if no callback does."""
+    samples = any(isinstance(callback, RolloutCallback) for callback in callbacks)
+    trainer = bare_trainer(folder, *([] if samples else [rollout_callback()]), *callbacks, **options)
+    trainer.fit(rlt, datamodule=data(rlt.pretrained, folder))
+    return trainer
+
+
+class MovedReference(Callback):
+    """Moves the reference away from the policy before the first step, by a standard deviation of `size`."""
+
+    def __init__(self, size: float) -> None:
+        self.size = size
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        torch.manual_seed(1)
+        for parameter in pl_module.reference.model.parameters():
+            parameter.add_(self.size * torch.randn_like(parameter))
+
+
 class Witness(Callback):
     """Keeps what a step saw: the batch, the gradients before clipping, the weights before and after."""
 
@@ -60,6 +82,12 @@ class Witness(Callback):
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self.batches.append(batch)
+
+    def one_step(self) -> tuple[StepBatch, list[Rollout]]:
+        """The only step, and its rollouts."""
+        [batch] = self.batches
+        assert batch.rollouts is not None
+        return batch.step, batch.rollouts.rollouts
 
     def load_policy(self, model: str) -> Any:
         """The policy as it was before the last step, without anything of ours around it."""

@@ -28,6 +28,11 @@ def processes(run: Running) -> list[psutil.Process]:
     return sorted(own, key=lambda process: process.pid)
 
 
+def is_alive(pid: int) -> bool:
+    """Whether a process is there, and no zombie."""
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
 def kill(run: Running, victim: str) -> float:
     """Kill all ranks, or one; returns the seconds until nothing was left."""
     killed_at = time.monotonic()

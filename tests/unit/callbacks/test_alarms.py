@@ -31,9 +31,7 @@ def test_other_alarms_ring_at_once(name: str, values: list[float], title: str) -
     assert titles(Alarms(), name, values) == [[], [title]]
 
 
-def test_an_alarm_is_silent_for_a_while(
-    tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_alarm_pauses(tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     callbacks = [rollout_callback(4), Alarms(quiet_steps=2)]  # random weights close nothing
     trainer = rlt_lightning.Trainer(tmp_path / "run", callbacks=callbacks, accelerator="cpu", max_steps=3)
     trainer.fit(module(tiny_model), data(tiny_model, tmp_path))

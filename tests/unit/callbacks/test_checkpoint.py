@@ -34,9 +34,7 @@ def list_checkpoints(folder: Path, checkpoint: Checkpoint, num_val: int = 0, **o
         ({"train_time_interval": timedelta(days=1)}, [5]),
     ],
 )
-def test_checkpoints_come_by_iterations_or_time_and_at_the_end(
-    settings: dict[str, Any], steps: list[int], tmp_path: Path
-) -> None:
+def test_checkpoints_come_in_time_and_at_the_end(settings: Any, steps: list[int], tmp_path: Path) -> None:
     assert list_checkpoints(tmp_path, Checkpoint(save_top_k=-1, **settings)) == steps
 
 
@@ -53,9 +51,8 @@ def test_default_bounds_the_loss_by_ten_minutes() -> None:
 def test_a_resumed_run_goes_on_counting_tokens(tmp_path: Path) -> None:
     list_checkpoints(tmp_path, Checkpoint(), max_steps=2)
     list_checkpoints(tmp_path, Checkpoint(), max_steps=4, resume=True)
-    rows = [
-        {name: float(value) for name, value in row.items()} for _, row in read_rows(tmp_path / "metrics.csv")
-    ]
+    read = [row for _, row in read_rows(tmp_path / "metrics.csv")]
+    rows = [{name: float(value) for name, value in row.items()} for row in read]
     assert len(rows) == 4
     num_tokens = 0.0
     for row in rows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands import Running, wait_until
@@ -51,13 +52,7 @@ def write(folder: Path, names: list[str]) -> None:
 
 @pytest.mark.parametrize(("verb", "lies", "ckpt_path", "resume", "overwrite", "expected"), CHOICES)
 def test_the_run_folder_follows_from_options_and_what_exists(
-    verb: str,
-    lies: list[str],
-    ckpt_path: str | None,
-    resume: bool,
-    overwrite: bool,
-    expected: tuple[str, str | None, bool, bool],
-    tmp_path: Path,
+    verb: str, lies: Any, ckpt_path: str | None, resume: bool, overwrite: bool, expected: Any, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     write(run, lies)
@@ -116,10 +111,8 @@ def test_overwriting_deletes_a_run_and_keeps_its_config(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_a_live_run_has_opened_is_refused(tmp_path: Path) -> None:
-    code = (
-        "import sys; from pathlib import Path; from rlt_lightning.checkpoints.run_folder import lock_folder; "
-    )
-    code += f"lock_folder(Path({str(tmp_path)!r})); print('locked', flush=True); sys.stdin.read()"
+    code = "import sys; from pathlib import Path; from rlt_lightning.checkpoints import run_folder; "
+    code += f"run_folder.lock_folder(Path({str(tmp_path)!r})); print('locked', flush=True); sys.stdin.read()"
     other = Running((), None, tmp_path, None, {}, code)
     wait_until(lambda: bool(other.stdout))
     with pytest.raises(InputError, match="another one is writing"):

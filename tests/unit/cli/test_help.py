@@ -56,9 +56,7 @@ def test_the_next_command_keeps_what_was_chosen(tmp_path: Path) -> None:
     assert read_next_command(warmup, tmp_path) is None  # as after trainer.fast_dev_run
     (tmp_path / "model").mkdir()
     after = f"--model.teacher {tmp_path}/model"
-    assert read_next_command(warmup, tmp_path, "fsdp2") == (
-        f"rlt fit --config recipe_7b/rlt --config hardware/fsdp2_8gpu {after}"
-    )
-    assert read_next_command(warmup, tmp_path, "deepspeed_stage_3", "my rows.jsonl") == (
-        f"rlt fit --config recipe_7b/rlt --config hardware/zero3_8gpu {after} --data.source 'my rows.jsonl'"
-    )
+    fit = "rlt fit --config recipe_7b/rlt --config hardware"
+    assert read_next_command(warmup, tmp_path, "fsdp2") == f"{fit}/fsdp2_8gpu {after}"
+    found = read_next_command(warmup, tmp_path, "deepspeed_stage_3", "my rows.jsonl")
+    assert found == f"{fit}/zero3_8gpu {after} --data.source 'my rows.jsonl'"

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 from cases import full
 from commands import ROOT, rlt
+from rows_of import write_rows
 
 from rlt_lightning.callbacks import Alarms
 from rlt_lightning.commands.check import CLOSED, advise
 from rlt_lightning.tasks.stepwise import chain_rows
 
 FEW = ("--check.rows=4", "--check.completions=2")
-
-
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return f"--data.source={path}"
 
 
 def read_checks(result: subprocess.CompletedProcess[str]) -> dict[str, tuple[str, str]]:
@@ -36,12 +30,11 @@ def read_checks(result: subprocess.CompletedProcess[str]) -> dict[str, tuple[str
 
 def test_rows_without_traces_are_told_what_stage_0_needs(tmp_path: Path) -> None:
     rows = [{name: row[name] for name in ("question", "solution")} for row in chain_rows(64, seed=4)]
-    source = write_rows(tmp_path / "rows.jsonl", rows)
+    source = "--data.source=" + write_rows(tmp_path / "rows.jsonl", rows)
     result = rlt("check", "--config=laptop/rlt", source, *FEW, "--model.teacher=miniature")
     found = read_checks(result)
-    assert found["stage0"][1].startswith(
-        "rows without traces: of 2 explanations one is closed and without tags for 100 ± 0 %"
-    )
+    told = "rows without traces: of 2 explanations one is closed and without tags for 100 ± 0 %"
+    assert found["stage0"][1].startswith(told)
     # The base closes what it writes: 1.5 times the longest that ends is a limit.
     proposed = re.search(r"1\.5 times the longest that ends is (\d+)", found["closed"][1])
     assert proposed is not None
@@ -68,17 +61,12 @@ def test_a_stage_with_a_reward_gets_all_checks() -> None:
 @pytest.mark.parametrize(
     ("right", "useful", "figure", "way"),
     [
-        (
-            52,
-            0,
-            "right in 41 ± 4 % of its own samples, in 9 of 16 groups",
-            "GRPO or its own right answers need no",
-        ),
-        (26, 64, "right in 20 ± 4 % of its own samples, in 12 of 16 groups", "GRPO or its own right answers"),
+        (52, 0, "right in 41 ± 4 % of its own samples, in 9 of 16", "GRPO or its own right answers need no"),
+        (26, 64, "right in 20 ± 4 % of its own samples, in 12 of 16", "GRPO or its own right answers"),
         (
             18,
             8,
-            "right in 14 ± 3 % of its own samples, in 13 of 16 groups",
+            "right in 14 ± 3 % of its own samples, in 13 of 16",
             "expert iteration by the threshold; else",
         ),
         (0, 8, "12 ± 4 % of 64 explanations", "expert iteration by the threshold; else the best quarter by"),
@@ -99,10 +87,9 @@ def test_advice_follows_from_the_two_shares(right: int, useful: int, figure: str
 
 
 def test_rows_that_cannot_be_judged_are_named(tmp_path: Path) -> None:
-    rows = [
-        {"question": row["question"], "solution": "So it is, as one sees."} for row in chain_rows(32, seed=4)
-    ]
-    found = read_checks(rlt("check", "--config=laptop/rlt", write_rows(tmp_path / "rows.jsonl", rows), *FEW))
+    rows = [row | {"answer": None, "solution": "So it is, as one sees."} for row in chain_rows(32, seed=4)]
+    source = "--data.source=" + write_rows(tmp_path / "rows.jsonl", rows)
+    found = read_checks(rlt("check", "--config=laptop/rlt", source, *FEW))
     assert found["begin"][1].startswith("these rows have no answer that can be judged")
 
 
@@ -119,9 +106,8 @@ def test_a_model_that_does_not_know_the_format_fails(tiny_model: str) -> None:
 @pytest.mark.parametrize("page", ["task", "data", "metrics"])
 def test_closed_has_one_threshold_everywhere(page: str) -> None:
     assert CLOSED[1] == 1 - Alarms().truncated_above
-    [line] = re.findall(
-        r"^\| `(?:rollout/closed_frac|closed)` .*$", (ROOT / f"docs/{page}.md").read_text(), re.MULTILINE
-    )
+    text = (ROOT / f"docs/{page}.md").read_text()
+    [line] = re.findall(r"^\| `(?:rollout/closed_frac|closed)` .*$", text, re.MULTILINE)
     assert re.search(rf"\b{CLOSED[1]:g}\b|\b{100 * CLOSED[1]:g} %", line)
 
 
@@ -129,7 +115,7 @@ def test_rows_that_limits_leave_out_are_counted(tmp_path: Path) -> None:
     rows = chain_rows(64, seed=1)
     for row in rows[:16]:
         row["question"] = "start 1, " + "add 1, " * 200 + "add 1?"
-    source = write_rows(tmp_path / "long.jsonl", rows)
+    source = "--data.source=" + write_rows(tmp_path / "long.jsonl", rows)
     found = read_checks(rlt("check", "--config=laptop/warmup", source))
     assert found["lengths"][0] == "fail"
     assert found["lengths"][1].startswith("16 of 64 rows are too long and left out, 0 are cut")
@@ -145,7 +131,8 @@ def test_rows_that_limits_leave_out_are_counted(tmp_path: Path) -> None:
 )
 def test_answers_that_a_reward_judges_are_sampled(config: str, status: str, tmp_path: Path) -> None:
     rows = chain_rows(64)
-    answers = [{"question": row["question"], "answer": row["answer"]} for row in rows]  # as GRPO needs
-    source = write_rows(tmp_path / "rows.jsonl", answers if config == "laptop/grpo" else rows)
+    if config == "laptop/grpo":  # needs answers only
+        rows = [{name: row[name] for name in ("question", "answer")} for row in rows]
+    source = "--data.source=" + write_rows(tmp_path / "rows.jsonl", rows)
     found = read_checks(rlt("check", f"--config={config}", source, *FEW))
     assert found["closed"][0] == status

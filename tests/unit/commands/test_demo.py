@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from pathlib import Path
@@ -10,10 +9,10 @@ from typing import Any
 
 import pytest
 import yaml
+from rows_of import read, write_rows
 
 from rlt_lightning.commands import demo
 from rlt_lightning.commands.demo import Stage
-from rlt_lightning.run.jsonl import read_json_rows
 from rlt_lightning.run.shipped import list_shipped_configs
 from rlt_lightning.types import InputError
 
@@ -82,11 +81,9 @@ def test_every_way_samples_as_much_as_rlt() -> None:
 
 def test_the_best_are_those_with_the_highest_reward(tmp_path: Path) -> None:
     rows = [{"row": i // 3, "trace": i % 3, "reward": -i / 1000} for i in range(3 * demo.NUM_ROWS)]
-    (tmp_path / "traces.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "traces.jsonl", rows)
     demo.choose_traces(tmp_path)
-    before, best, expert = (
-        [*read_json_rows(tmp_path / f"{name}.jsonl")] for name in ("before", "best", "expert")
-    )
+    before, best, expert = (read(tmp_path / f"{name}.jsonl") for name in ("before", "best", "expert"))
     assert before == rows[::3]
     assert best == rows[:256]
     # Two of each row, above -0.7: rows 0 to 232 have both, row 233 only its first.

@@ -11,11 +11,8 @@ from rlt_lightning import Teacher
 
 
 def test_given_texts_are_scored_by_token(tiny_model: str) -> None:
-    texts = {
-        "question": "What is 2 + 2?",
-        "solution": "null",
-        "explanation": "Two and two.",
-    }  # not YAML's null
+    # The solution is not YAML's null.
+    texts = {"question": "What is 2 + 2?", "solution": "null", "explanation": "Two and two."}
     words = [f"--{name}={text}" for name, text in texts.items()]
     result = rlt("explain", tiny_model, f"--student={tiny_model}", *words)
     assert result.returncode == 0, result.stderr

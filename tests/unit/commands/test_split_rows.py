@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 
 import pytest
+import rows_of
 from jars import build_rows, write_rows
 from own_rows import build_page, choose_part, is_told_apart, main, repeat_rows, split_rows
 
 from rlt_lightning.types import InputError
-
-
-def read(path: Path) -> list[dict[str, str]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_a_part_depends_on_the_question_only() -> None:
@@ -35,47 +31,30 @@ def test_a_part_depends_on_the_question_only() -> None:
 def test_parts_share_no_question_and_later_rows_move_none(tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", 200)
     counts = split_rows(str(rows), tmp_path / "first")
-    parts = {part: read(tmp_path / "first" / f"{part}.jsonl") for part in counts}
+    parts = {part: rows_of.read(tmp_path / "first" / f"{part}.jsonl") for part in counts}
     assert {part: len(found) for part, found in parts.items()} == counts
     assert sum(counts.values()) == 200
     written = [row for found in parts.values() for row in found]
     assert sorted(map(str, written)) == sorted(map(str, build_rows(200)))  # columns stay
     split_rows(str(write_rows(tmp_path / "more.jsonl", 300)), tmp_path / "second")
     for part, found in parts.items():
-        more = read(tmp_path / "second" / f"{part}.jsonl")
+        more = rows_of.read(tmp_path / "second" / f"{part}.jsonl")
         assert [row for row in more if row in found] == found
     assert split_rows(str(rows), tmp_path / "first") == counts  # again: a resumed script
     with pytest.raises(InputError, match="Choose another folder"):
         split_rows(str(tmp_path / "more.jsonl"), tmp_path / "first")
 
 
-def test_test_rows_need_an_answer_before_anything_runs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_test_rows_need_an_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [row | {"solution": "It is so."} for row in build_rows(100)]
-    source = tmp_path / "rows.jsonl"
-    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert main(["split", str(source), str(tmp_path / "parts")]) == 2
+    source = rows_of.write_rows(tmp_path / "rows.jsonl", rows)
+    assert main(["split", source, str(tmp_path / "parts")]) == 2
     assert "Test rows need an answer" in capsys.readouterr().err
     assert not (tmp_path / "parts").exists()
-    source.write_text("".join(json.dumps(row | {"answer": "7"}) + "\n" for row in rows[:50]))
-    with source.open("a") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows[50:])
-    assert main(["split", str(source), str(tmp_path / "parts")]) == 0
-    assert {row["answer"] for row in read(tmp_path / "parts/test.jsonl")} == {"7"}
+    rows_of.write_rows(tmp_path / "rows.jsonl", [*(row | {"answer": "7"} for row in rows[:50]), *rows[50:]])
+    assert main(["split", source, str(tmp_path / "parts")]) == 0
+    assert {row["answer"] for row in rows_of.read(tmp_path / "parts/test.jsonl")} == {"7"}
     assert "test rows are left out: they have no answer" in capsys.readouterr().err
-
-
-def write_traces(path: Path, rewards: dict[int, list[float]]) -> Path:
-    """Write traces of rows with these rewards; a trace that earns less than -9 does not fit a student."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    rows = [
-        {"row": row, "trace": number, "fits": reward > -9, "reward": reward}
-        for row, values in rewards.items()
-        for number, reward in enumerate(values)
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 @pytest.mark.parametrize(
@@ -87,19 +66,18 @@ def write_traces(path: Path, rewards: dict[int, list[float]]) -> Path:
     ],
 )
 def test_rungs_choose_from_the_same_traces(way: str, chosen: list[tuple[int, int]], tmp_path: Path) -> None:
-    rewards = {
-        1: [-10.0, -1.0],
-        2: [0.5, 0.4],
-        3: [-0.2, 0.3],
-        4: [0.1, 0.9],
-        5: [0.2, -10.0],
-        6: [-10.0] * 2,
-    }
-    source = write_traces(tmp_path / "traces/traces.jsonl", rewards)
+    # Two traces of each row; one that earns -10 does not fit a student.
+    rewards = [(-10.0, -1.0), (0.5, 0.4), (-0.2, 0.3), (0.1, 0.9), (0.2, -10.0), (-10.0, -10.0)]
+    traces = [
+        {"row": row, "trace": number, "fits": reward > -9, "reward": reward}
+        for row, values in enumerate(rewards, start=1)
+        for number, reward in enumerate(values)
+    ]
+    source = rows_of.write_rows(tmp_path / "traces.jsonl", traces)
     like, output = tmp_path / "train.jsonl", tmp_path / "chosen/student.jsonl"
     like.write_text("{}\n" * 6)
-    assert main(["choose", way, str(source), str(output), str(like)]) == 0
-    rows = [(int(row["row"]), int(row["trace"])) for row in read(output)]
+    assert main(["choose", way, source, str(output), str(like)]) == 0
+    rows = [(int(row["row"]), int(row["trace"])) for row in rows_of.read(output)]
     # As many steps as from 6 rows, nearly: 6 / 4 and 6 / 5 are rounded, 6 / 1 is whole.
     assert rows == chosen * {"first": 2, "best": 1, "quarter": 6}[way]
 
@@ -127,7 +105,7 @@ def write_evaluation(run: Path, name: str, number: int) -> None:
     folder.mkdir(parents=True)
     (folder / "evaluation.json").write_text("{}")
     rows = [{"id": f"test/{row}", "correct": row < number, "num_tokens": 3} for row in range(20)]
-    (folder / "responses.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows_of.write_rows(folder / "responses.jsonl", rows)
 
 
 def test_a_rung_pays_for_each_stage_it_needs(tmp_path: Path) -> None:
@@ -141,16 +119,8 @@ def test_a_rung_pays_for_each_stage_it_needs(tmp_path: Path) -> None:
     (tmp_path / "rlt/metrics.csv").write_text(f"{columns}1,100,2.0,50,4.0\n2,10,1.0,5,1.0\n")
     (tmp_path / "rlt/rollouts.jsonl").write_text("{}\n" * 3)
     (tmp_path / "rlt/large").write_bytes(bytes(2**20) * 21)  # 0.0205 GiB
-    names = (
-        "own",
-        "explain",
-        "warmup",
-        "traces_control",
-        "student_control",
-        "traces",
-        "student_best_of_4",
-        "rlt",
-    )
+    names = ["own", "explain", "warmup", "traces_control", "student_control", "traces"]
+    names += ["student_best_of_4", "rlt"]
     (tmp_path / "seconds.tsv").write_text("".join(f"{name}\t0\n{name}\t3600\n" for name in names))
     for name, number in {"base": 4, "control": 12, "best_of_4": 13, "rlt": 18}.items():
         write_evaluation(tmp_path, f"{name}_greedy", number)
@@ -162,16 +132,8 @@ def test_a_rung_pays_for_each_stage_it_needs(tmp_path: Path) -> None:
     assert cells["greedy traces of the warm-up teacher"][1:6] == ["10", "100", "410", "4.00", "0.00"]
     assert cells["the best of 4 of these"][1:6] == ["16", "160", "410", "4.00", "0.00"]
     assert cells["the RLT teacher's traces at T 0.7"][1:6] == ["11", "290", "410", "3.00", "0.02"]
-    assert cells["nothing: the base"] == [
-        "",
-        "0",
-        "0",
-        "0",
-        "0.00",
-        "0.00",
-        "20.0 (8 to 42)",
-        "25.0 (11 to 47)",
-    ]
+    rates = ["20.0 (8 to 42)", "25.0 (11 to 47)"]
+    assert cells["nothing: the base"] == ["", "0", "0", "0", "0.00", "0.00", *rates]
     assert cells["all"] == ["29", "470", "820", "8.00", "0.02"]
     # Of the best's 18 rows the best of 4 lacks 5, which may be chance, and the control 6.
     assert "**the best of 4 of these (65.0 %)**" in page[-3]

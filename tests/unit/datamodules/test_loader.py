@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -40,19 +41,15 @@ def test_ranks_share_the_batch_that_one_process_would_have():
     assert [a + b for a, b in zip(*ranks, strict=True)] == whole
 
 
+def stream(loader: StepLoader[int, list[int]], count: int) -> list[list[int]]:
+    """Take batches of as many epochs as it needs; only the first, resumed at its end, may be empty."""
+    batches = list(islice((batch for _ in range(count + 2) for batch in loader), count))
+    assert len(batches) == count
+    return batches
+
+
 @pytest.mark.parametrize("taken", [0, 1, 3, 4, 7])
 def test_the_state_of_one_rank_restores_any_other(taken: int):
-    def stream(loader: StepLoader[int, list[int]], count: int) -> list[list[int]]:
-        batches: list[list[int]] = []
-        for _ in range(count + 2):  # epochs; only the first, resumed at its end, may be empty
-            if len(batches) == count:
-                return batches
-            for batch in loader:
-                batches.append(batch)
-                if len(batches) == count:
-                    return batches
-        raise AssertionError(f"{count + 2} epochs have only {len(batches)} batches")
-
     expected = stream(make_loader(batch_size=4, rank=1, world_size=2), 9)[taken:]
     other = make_loader(batch_size=4, rank=0, world_size=2)
     stream(other, taken)
@@ -75,21 +72,16 @@ def test_peek_shows_the_batch_that_comes_next_and_moves_nothing(rank: int):
             assert other.peek() == upcoming
 
 
-def test_rewind_brings_the_same_batch_again_also_over_the_boundary_of_an_epoch():
-    whole = [batch for loader in [make_loader()] for _ in range(3) for batch in loader]
+def test_rewind_brings_the_same_batch_again():
+    whole = stream(make_loader(), 9)
     for taken in range(1, 8):
-        loader, batches = make_loader(), []
-        while len(batches) < taken:
-            for batch in loader:
-                batches.append(batch)
-                if len(batches) == taken:
-                    break
+        loader = make_loader()
+        stream(loader, taken)
         loader.rewind()
         resumed = make_loader()
         resumed.load_state_dict(loader.state_dict())
         assert resumed.peek() == whole[taken - 1]
-        rest = [batch for _ in range(4) for batch in resumed]
-        assert rest[: 9 - taken + 1] == whole[taken - 1 :]
+        assert stream(resumed, 10 - taken) == whole[taken - 1 :]
 
 
 def test_more_brings_the_next_rows_and_later_batches_follow():
@@ -147,12 +139,13 @@ def test_rewind_takes_back_what_more_has_brought():
 
 def test_a_checkpoint_of_other_data_is_refused():
     state = make_loader().state_dict()
-    with pytest.raises(InputError, match="num_rows was 11 and is 10"):
-        StepLoader(ROWS[:10], 3, list, seed=5).load_state_dict(state)
-    with pytest.raises(InputError, match="prompts_per_step was 3 and is 4"):
-        make_loader(batch_size=4).load_state_dict(state)
-    with pytest.raises(InputError, match="seed was 5 and is 6"):
-        make_loader(seed=6).load_state_dict(state)
+    for changed, message in {
+        StepLoader(ROWS[:10], 3, list, seed=5): "num_rows was 11 and is 10",
+        make_loader(batch_size=4): "prompts_per_step was 3 and is 4",
+        make_loader(seed=6): "seed was 5 and is 6",
+    }.items():
+        with pytest.raises(InputError, match=message):
+            changed.load_state_dict(state)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
@@ -195,19 +188,12 @@ class Recorder(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fit(folder: Path, max_steps: int, resume: Path | None = None, every: int = 1) -> list[list[int]]:
+def fit(folder: Path, max_steps: int, resume: Path | None = None) -> list[list[int]]:
     module = Recorder()
-    checkpoint = ModelCheckpoint(folder, "{step}", every_n_train_steps=every, save_top_k=-1)
-    trainer = Trainer(
-        max_steps=max_steps,
-        max_epochs=-1,
-        accelerator="cpu",
-        logger=False,
-        callbacks=[checkpoint],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-    )
+    checkpoint = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
+    options: Any = {"max_steps": max_steps, "max_epochs": -1, "accelerator": "cpu", "callbacks": [checkpoint]}
+    options |= {"enable_progress_bar": False, "enable_model_summary": False, "use_distributed_sampler": False}
+    trainer = Trainer(logger=False, **options)
     trainer.fit(module, make_loader(), ckpt_path=None if resume is None else str(resume))
     return module.seen
 

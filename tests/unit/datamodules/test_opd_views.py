@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 from distillation import answered
 from miniatures import PIECES
-from transformers import AutoTokenizer
 
 from rlt_lightning.datamodules.cross_tokenizer import ByteExactTokenizer
 from rlt_lightning.datamodules.formats import ChatFormat
 from rlt_lightning.datamodules.rows import ParsedRow
 from rlt_lightning.datamodules.views import TeacherViews
-from rlt_lightning.models.embedded import MINIATURES
 from rlt_lightning.models.load import load_tokenizer
 from rlt_lightning.tags import TAG_STYLES, TagStyle, decode
 from rlt_lightning.types import Completion, Rollout
@@ -24,12 +21,7 @@ THOUGHTS = ["3 add 4 is 7.", "So x = \\frac{1}{2}, 12345", "数学 🧮👩🏽�
 
 @pytest.fixture(scope="module", params=["miniature", "qwen"])
 def tokenizer(request: pytest.FixtureRequest) -> Any:
-    if request.param == "miniature":
-        return AutoTokenizer.from_pretrained(MINIATURES["miniature"])
-    folder = request.getfixturevalue("shared") / "data" / "tokenizers" / "Qwen2.5-Instruct"
-    if not folder.is_dir():
-        pytest.skip("needs Qwen's tokenizer in shared/data")
-    return AutoTokenizer.from_pretrained(folder)
+    return load_tokenizer("miniature") if request.param == "miniature" else request.getfixturevalue("qwen")
 
 
 def build_views(tokenizer: Any, tags: str | TagStyle, kind: Any = "explanation") -> TeacherViews:
@@ -44,9 +36,7 @@ def turn(style: TagStyle, thought: str) -> str:
 
 @pytest.mark.parametrize("thought", THOUGHTS)
 @pytest.mark.parametrize("tags", TAG_STYLES)
-def test_a_teacher_reads_the_thought_and_then_its_own_closing_tag(
-    tags: str, thought: str, tokenizer: Any
-) -> None:
+def test_a_teacher_reads_a_thought_and_its_own_tag(tags: str, thought: str, tokenizer: Any) -> None:
     made, style = build_views(tokenizer, tags), TAG_STYLES[tags]
     row = answered(made, turn(style, thought))
     ids, view = row.completion.token_ids, row.require_view()
@@ -87,14 +77,13 @@ def test_what_does_not_begin_with_a_thought_is_not_judged(text: str, tokenizer: 
     assert answered(build_views(tokenizer, "r1"), text).view is None
 
 
-def test_a_separator_in_one_token_with_the_thought_is_not_judged(shared: Path) -> None:
-    qwen = AutoTokenizer.from_pretrained(shared / "data" / "tokenizers" / "Qwen2.5-Instruct")
+def test_a_separator_in_one_token_with_the_thought_is_not_judged(qwen: Any) -> None:
     assert [decode(qwen, [i]) for i in qwen.encode("<think>\n\n7")][-2:] == [">\n\n", "7"]
     assert answered(build_views(qwen, "r1"), "<think>\n\n7\n</think>").view is None
 
 
 def test_a_closing_tag_that_is_spelled_is_read_as_it_is() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(MINIATURES["miniature"])
+    tokenizer = load_tokenizer("miniature")
     made = build_views(tokenizer, "r1")
     begun = tokenizer.encode("<think>\n7\n", add_special_tokens=False)
     letters = [word for c in "</think>" for word in tokenizer.encode(c, add_special_tokens=False)]
@@ -107,8 +96,8 @@ def test_a_closing_tag_that_is_spelled_is_read_as_it_is() -> None:
     assert letters[0] not in made.closing
 
 
-def test_a_thought_ends_at_either_closing_tag(miniature: str) -> None:
-    made = build_views(AutoTokenizer.from_pretrained(miniature), "r1")
+def test_a_thought_ends_at_either_closing_tag() -> None:
+    made = build_views(load_tokenizer("miniature"), "r1")
     assert made.closing is not None
     own, teacher = made.closing
     assert own != teacher
@@ -143,24 +132,19 @@ def test_another_tokenizer_reads_the_same_bytes(names: tuple[str, str], thought:
     assert view.spans is not None
     plain = [ByteExactTokenizer(one, "model") for one in tokenizers]
     judged = row.completion.token_ids[view.start : view.start + view.num_tokens]
-    own, theirs = (
-        b"".join(map(p.decode_bytes, i)) for p, i in zip(plain, (judged, view.token_ids), strict=True)
-    )
-    assert own == theirs
+    # Bytes of each token, which the loop takes off.
+    own = [plain[0].decode_bytes(token) for token in judged]
+    theirs = [plain[1].decode_bytes(token) for token in view.token_ids]
     whole = turn(student.tags, thought) if kind == "hint" else thought + "\n"
-    assert own.decode() == whole  # without eos, which is no text
-    place = [0, 0]
-    for counts in view.spans:
-        pieces = []
-        for side, (p, ids) in enumerate(((plain[1], view.token_ids), (plain[0], judged))):
-            pieces.append(b"".join(map(p.decode_bytes, ids[place[side] : place[side] + counts[side]])))
-            place[side] += counts[side]
-        assert pieces[0] == pieces[1]
-    assert place == [len(view.token_ids), len(judged)]
+    assert b"".join(own).decode() == whole  # without eos, which is no text
+    for num_theirs, num_own in view.spans:
+        assert b"".join(own[:num_own]) == b"".join(theirs[:num_theirs])
+        own, theirs = own[num_own:], theirs[num_theirs:]
+    assert own == theirs == []
 
 
-def test_a_question_may_hold_the_name_of_the_solution(miniature: str) -> None:
-    made = build_views(AutoTokenizer.from_pretrained(miniature), "r1", "hint")
+def test_a_question_may_hold_the_name_of_the_solution() -> None:
+    made = build_views(load_tokenizer("miniature"), "r1", "hint")
     row = ParsedRow("a {solution} b", "{question}", {}, None, None)
     text = decode(made.student.tokenizer, made.build_problem(0, row, None, {}).teacher_view)
     assert text.count("{solution}") == text.count("{question}") == 1

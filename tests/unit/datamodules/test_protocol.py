@@ -13,39 +13,24 @@ import pytest
 import yaml
 from commands import ROOT, rlt
 from fake_worker import FakeWorker
+from rows_of import write_rows
 
 from rlt_lightning.datamodules.evaluation_sets import SETS, build_set, read_set
 from rlt_lightning.models.load import load_tokenizer
-from rlt_lightning.types import InputError
 
 Row = dict[str, Any]
 PAPER = ROOT / "configs" / "recipe_7b" / "evaluate_paper.yaml"
 BOXED = "Return your final response within \\boxed{}. "
 LETTERED = (
-    "Return your final response within \\boxed{} and only include the letter choice (A, B, C, or D) as your "
-    "final response. "
+    "Return your final response within \\boxed{} and only include the letter choice (A, B, C, or D) as "
 )
+LETTERED += "your final response. "
 # Rows in the columns in which the sets are published, with white space at the ends that the protocol keeps.
 AIME = [
     {"id": 59, "problem": "Of 2023.", "solution": "7", "answer": "7", "url": "https://x/2023_AIME_II_1"},
-    {
-        "id": 60,
-        "problem": " Find $n+{1}$.\n",
-        "solution": "8",
-        "answer": "8",
-        "url": "https://x/2024_AIME_I_1",
-    },
+    {"id": 60, "problem": " Find $n+{1}$.\n", "answer": "8", "url": "https://x/2024_AIME_I_1"},
 ]
-MATH = [
-    {
-        "problem": "Is {question} in $\\{1\\}$? ",
-        "solution": "\\boxed{2}",
-        "answer": "2",
-        "subject": "Algebra",
-        "level": 1,
-        "unique_id": "test/algebra/1.json",
-    }
-]
+MATH = [{"problem": "Is {question} in $\\{1\\}$? ", "answer": "2", "unique_id": "test/algebra/1.json"}]
 GPQA = [
     {
         "Question": f"Which of {i}?\n",
@@ -69,11 +54,6 @@ TURNS = {
 ROWS = {"aime24": AIME, "math500": MATH, "gpqa_diamond": GPQA}
 
 
-def write(path: Path, rows: list[Row]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 def settings_of(name: str, source: str) -> Row:
     """A set of the shipped config, read from a file."""
     config = yaml.safe_load(PAPER.read_text())
@@ -85,7 +65,7 @@ def settings_of(name: str, source: str) -> Row:
 
 @pytest.mark.parametrize("name", list(ROWS))
 def test_the_user_turns_are_the_protocols(name: str, tmp_path: Path) -> None:
-    questions = read_set(name, settings_of(name, write(tmp_path / "rows.jsonl", ROWS[name])), None, 0)
+    questions = read_set(name, settings_of(name, write_rows(tmp_path / "rows.jsonl", ROWS[name])), None, 0)
     turns = TURNS[name]
     assert [question.question for question in questions[: len(turns)]] == turns
     if name == "gpqa_diamond":
@@ -110,19 +90,14 @@ def paper_run(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> tupl
     config = yaml.safe_load(PAPER.read_text())
     sets = config["data"]["init_args"]["sets"]
     for name, rows in ROWS.items():
-        sets[name]["source"] = write(folder / f"{name}.jsonl", rows)
+        sets[name]["source"] = write_rows(folder / f"{name}.jsonl", rows)
     (folder / "paper.yaml").write_text(yaml.safe_dump(config))
     with FakeWorker(dev_mode=False, endings=("length",)) as worker:
         init = f"{{urls: [{worker.url}], push: rlt_lightning.engines.NoPush}}"
         engine = f"{{class_path: rlt_lightning.engines.VLLMEngine, init_args: {init}}}"
-        result = rlt(
-            "test",
-            f"--config={folder / 'paper.yaml'}",
-            f"--model.pretrained={tiny_model}",
-            f"--rollouts.engine={engine}",
-            "--trainer.accelerator=cpu",
-            f"--output_dir={folder / 'run'}",
-        )
+        words = [f"--config={folder / 'paper.yaml'}", f"--model.pretrained={tiny_model}"]
+        words += [f"--rollouts.engine={engine}", "--trainer.accelerator=cpu"]
+        result = rlt("test", *words, f"--output_dir={folder / 'run'}")
     assert result.returncode == 0, result.stderr
     return folder / "run", worker.bodies, result.stdout + result.stderr
 
@@ -149,34 +124,25 @@ def test_a_response_ends_where_the_context_does(tiny_model: str, tmp_path: Path)
     tokenizer = load_tokenizer(tiny_model)
     question = "one " * (2048 - 96)
     rows = [{"question": question, "answer": 1}, {"question": "one", "answer": 1}]
-    result = rlt(
-        "test",
-        "--config=configs/recipe_7b/evaluate.yaml",
-        f"--model.pretrained={tiny_model}",
-        f"--data.sets={{mine: {write(tmp_path / 'rows.jsonl', rows)}}}",
-        "--data.student_system_prompt=",
-        "--rollouts.sampling.max_completion_length=100",
-        "--rollouts.fit_context=true",
-        "--trainer.accelerator=cpu",
-        f"--output_dir={tmp_path / 'run'}",
-    )
+    words = ["--config=configs/recipe_7b/evaluate.yaml", f"--model.pretrained={tiny_model}"]
+    words += [f"--data.sets={{mine: {write_rows(tmp_path / 'rows.jsonl', rows)}}}"]
+    words += ["--data.student_system_prompt=", "--rollouts.sampling.max_completion_length=100"]
+    words += ["--rollouts.fit_context=true", "--trainer.accelerator=cpu"]
+    result = rlt("test", *words, f"--output_dir={tmp_path / 'run'}")
     assert result.returncode == 0, result.stderr
     summary = json.loads((tmp_path / "run" / "evaluation.json").read_text())
     assert summary["rollouts"]["fit_context"]
     prompt = tokenizer(summary["sets"]["mine"]["prompt"], add_special_tokens=False)["input_ids"]
-    room = 2048 - len(prompt)
     records = [json.loads(line) for line in (tmp_path / "run" / "responses.jsonl").open()]
-    assert [(record["num_tokens"], record["finish_reason"]) for record in records] == [
-        (room, "length"),
-        (100, "length"),
-    ]
+    assert [record["num_tokens"] for record in records] == [2048 - len(prompt), 100]
+    assert [record["finish_reason"] for record in records] == ["length"] * 2
 
 
 # Sets of one's own
 
 
 def test_choices_and_countdown_of_ones_own(tmp_path: Path) -> None:
-    path = write(tmp_path / "rows.jsonl", GPQA)
+    path = write_rows(tmp_path / "rows.jsonl", GPQA)
     settings = {"source": path, "judge": "choice", "template": "{question} {options}!"}
     question = read_set("zoo", settings | {"separator": " / "}, None, 0)[0]
     letter = question.reference["answer"]
@@ -188,11 +154,8 @@ def test_choices_and_countdown_of_ones_own(tmp_path: Path) -> None:
     # Without a template, the options are there all the same.
     assert "A) " in read_set("zoo", {"source": path, "judge": "choice"}, 1, 0)[0].question
     rows = [{"question": "Make 7.", "numbers": [3, 4], "target": 7}]
-    own = {
-        "source": write(tmp_path / "numbers.jsonl", rows),
-        "judge": "countdown",
-        "template": "Go: {question}",
-    }
+    source = write_rows(tmp_path / "numbers.jsonl", rows)
+    own = {"source": source, "judge": "countdown", "template": "Go: {question}"}
     [question] = read_set("numbers", own, None, 0)
     assert question.question == "Go: Make 7."
     assert question.reference == {"kind": "countdown", "numbers": [3, 4], "target": 7}
@@ -216,28 +179,6 @@ def test_gpqa_is_private_under_any_name() -> None:
 
 def test_where_comes_before_max_rows(tmp_path: Path) -> None:
     rows = [{"problem": f"{i}?", "answer": i, "level": i % 3} for i in range(12)]
-    settings = {"source": write(tmp_path / "rows.jsonl", rows), "where": {"level": "2"}}
+    settings = {"source": write_rows(tmp_path / "rows.jsonl", rows), "where": {"level": "2"}}
     questions = read_set("levels", settings, 3, 0)
     assert [question.id for question in questions] == ["levels/3", "levels/6", "levels/9"]
-
-
-@pytest.mark.parametrize(
-    ("name", "settings", "line"),
-    [
-        (
-            "x",
-            {"source": "f", "template": "Solve."},
-            r"must contain {question} for the judge math, but 'Solve.'",
-        ),
-        ("x", {"source": "f", "judge": "choice", "template": "{question}"}, "lacks {options}"),
-        (
-            "x",
-            {"source": "f", "template": "\boxed{} {question}"},
-            "no control character .* use single quotes",
-        ),
-        ("gpqa_diamond", {"private": False}, "gpqa_diamond must stay private"),
-    ],
-)
-def test_a_template_that_loses_its_question_is_refused(name: str, settings: Row, line: str) -> None:
-    with pytest.raises(InputError, match=line):
-        build_set(name, settings)

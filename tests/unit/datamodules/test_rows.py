@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pyarrow
 import pyarrow.parquet
 import pytest
+from rows_of import write_rows
 
 from rlt_lightning.datamodules import (
     ScoringData,
@@ -54,26 +54,27 @@ def test_a_tag_in_a_text_makes_a_bad_row(tmp_path: Path, tags: str, tag: str, co
         answer += "7" + style.solution_close
         turns = [{"from": "user", "value": "1+6?"}, {"from": "assistant", "value": answer}]
         row = {"conversations": turns, "other_trace": "Add."}
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, (ROW | {"other_trace": "Add."}, row))))
+    source = write_rows(tmp_path / "rows.jsonl", [ROW | {"other_trace": "Add."}, row])
     options = {"trace_columns": ["reasoning_trace", "other_trace"], "max_bad_frac": 0.5, "tags": tags}
-    data = load(str(tmp_path / "rows.jsonl"), kind=StudentSFTData, **options)
+    data = load(source, kind=StudentSFTData, **options)
     assert data.reports[0].rows_by_reason() == {BadRowReason.EXTRA_TAG: [2]}
     assert {example.row for example in data.items} == {1}
+
+
+STAGES = (TeacherRLData, StudentLikelihoodData, TeacherSFTData, ScoringData, StudentOPDData)
 
 
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        *((stage, {BadRowReason.EXTRA_TAG: [2]}) for stage in (TeacherRLData, StudentLikelihoodData)),
-        *((stage, {BadRowReason.EXTRA_TAG: [2]}) for stage in (TeacherSFTData, ScoringData, StudentOPDData)),
+        *((stage, {BadRowReason.EXTRA_TAG: [2]}) for stage in STAGES),
         (StudentRLData, {}),  # which only judges it
     ],
 )
 def test_every_stage_with_solution_tags_refuses_a_tag(kind: Any, reason: Any, tmp_path: Path) -> None:
     row = ROW | {"answer": "7"}
     whole = row | {"solution": "<think>\n1 + 6 is 7.\n</think>\n\n\\boxed{7}"}
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, (row, whole))))
-    data = load(str(tmp_path / "rows.jsonl"), kind=kind, max_bad_frac=0.5)
+    data = load(write_rows(tmp_path / "rows.jsonl", [row, whole]), kind=kind, max_bad_frac=0.5)
     assert data.reports[0].rows_by_reason() == reason
 
 
@@ -119,32 +120,23 @@ def test_evaluation_questions_are_chosen_alike(columns: dict[str, Any]) -> None:
 # Files
 
 
-def write_array(path: Path, indent: int | None) -> None:
-    path.write_text(json.dumps([ROW] * 3, indent=indent))
+ARRAY, LINE, PRETTY = [ROW] * 3, json.dumps(ROW), json.dumps(ROW, indent=2)
+TEXTS = {
+    "array": (json.dumps(ARRAY), [1, 2, 3]),
+    "pretty array": (json.dumps(ARRAY, indent=2), [1, 2, 3]),
+    "array by lines": (f"[\n{LINE},\n{LINE},\n{LINE}\n]\n", [1, 2, 3]),
+    "pretty": ("\n".join([PRETTY] * 3), [1, 6, 11]),
+    "gaps": ("\n\n".join([PRETTY] * 3), [1, 7, 13]),
+    "no gaps": (PRETTY * 3, [1, 5, 9]),
+    "pretty BOM": ("\ufeff\n" + json.dumps(ARRAY, indent=1), [1, 2, 3]),
+    "lines BOM": ("\ufeff" + f"{LINE}\n" * 3, [1, 2, 3]),
+}
 
 
-def write_objects(path: Path, gap: str, indent: int | None) -> None:
-    path.write_text(gap.join([json.dumps(ROW, indent=indent)] * 3))
-
-
-@pytest.mark.parametrize(
-    ("write", "numbers"),
-    [
-        (lambda path: write_array(path, None), [1, 2, 3]),
-        (lambda path: write_array(path, 2), [1, 2, 3]),
-        (lambda path: path.write_text("[\n" + ",\n".join([json.dumps(ROW)] * 3) + "\n]\n"), [1, 2, 3]),
-        (lambda path: write_objects(path, "\n", 2), [1, 6, 11]),
-        (lambda path: write_objects(path, "\n\n", 2), [1, 7, 13]),
-        (lambda path: write_objects(path, "", 2), [1, 5, 9]),
-        (lambda path: path.write_text("\ufeff\n" + json.dumps([ROW] * 3, indent=1)), [1, 2, 3]),
-        (lambda path: path.write_text("\ufeff" + f"{json.dumps(ROW)}\n" * 3), [1, 2, 3]),
-    ],
-    ids=["array", "pretty array", "array by lines", "pretty", "gaps", "no gaps", "pretty BOM", "lines BOM"],
-)
-def test_json_that_is_called_jsonl_is_read(
-    tmp_path: Path, write: Callable[[Path], None], numbers: list[int]
-) -> None:
-    write(tmp_path / "rows.jsonl")
+@pytest.mark.parametrize("kind", TEXTS)
+def test_json_that_is_called_jsonl_is_read(kind: str, tmp_path: Path) -> None:
+    text, numbers = TEXTS[kind]
+    (tmp_path / "rows.jsonl").write_text(text)
     assert read_rows(str(tmp_path / "rows.jsonl")) == [(number, ROW) for number in numbers]
 
 
@@ -159,9 +151,8 @@ def test_a_broken_first_line_costs_only_itself(tmp_path: Path, first: str) -> No
 def test_two_columns_of_one_name_are_refused(tmp_path: Path, header: str) -> None:
     names = header.split(",")
     (tmp_path / "rows.csv").write_text(f"{header}\n{','.join('a' * len(names))}\n")
-    pyarrow.parquet.write_table(
-        pyarrow.Table.from_arrays([pyarrow.array(["a"])] * len(names), names=names), tmp_path / "rows.parquet"
-    )
+    table = pyarrow.Table.from_arrays([pyarrow.array(["a"])] * len(names), names=names)
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
     for suffix in ("csv", "parquet"):
         with pytest.raises(InputError, match="solution") as raised:
             read_rows(str(tmp_path / f"rows.{suffix}"))

@@ -37,6 +37,9 @@ def build_chatml(assistant: str, prompt: str = "'<|im_start|>assistant\n'") -> s
     return build("'<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n'", assistant, prompt)
 
 
+PLAIN = "'<|im_start|>assistant\n' + m.content + '<|im_end|>\n'"
+EMPTY_THOUGHT = PLAIN.replace("m.content", "('<think>\n\n</think>\n\n' if loop.last else '') + m.content")
+OPENED = "'<|im_start|>assistant\n<think>\n'"
 # The token layouts of families, in our own words.
 TEMPLATES = {
     "gemma": build(
@@ -47,16 +50,14 @@ TEMPLATES = {
     ),
     "phi3": "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
     "{{ '<|assistant|>\n' if add_generation_prompt else eos_token }}",
-    "chatml": build_chatml("'<|im_start|>assistant\n' + m.content + '<|im_end|>\n'"),
+    "chatml": build_chatml(PLAIN),
     "mistral": build(
         "'[INST] ' + m.content + '[/INST]'", "' ' + m.content + '</s>'", "''", start="{{ bos_token }}"
     ),
     "nemotron": "{% for m in messages %}{{ '<SPECIAL_10>' + m.role + '\n' + m.content + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<SPECIAL_11>Assistant\n' }}{% endif %}",
     "seed_oss": build(
-        "bos_token + m.role + '\n' + m.content + eos_token",
-        "bos_token + 'assistant\n' + m.content + eos_token",
-        "bos_token + 'assistant\n'",
+        *["bos_token + m.role + '\n' + m.content + eos_token"] * 2, prompt="bos_token + 'assistant\n'"
     ),
     "r1": build(
         "'<|User|>' + m.content",
@@ -71,15 +72,8 @@ TEMPLATES = {
         "'[|assistant|]<thought>\n'",
         "'[|system|]' + m.content + '[|endofturn|]\n'",
     ),
-    "qwen3": build_chatml(
-        "'<|im_start|>assistant\n' + ('<think>\n\n</think>\n\n' if loop.last else '') + m.content"
-        " + '<|im_end|>\n'"
-    ),
-    "qwen3_thinking": build_chatml(
-        "'<|im_start|>assistant\n' + ('<think>\n\n</think>\n\n' if loop.last else '') + m.content"
-        " + '<|im_end|>\n'",
-        "'<|im_start|>assistant\n<think>\n'",
-    ),
+    "qwen3": build_chatml(EMPTY_THOUGHT),
+    "qwen3_thinking": build_chatml(EMPTY_THOUGHT, OPENED),
     "glm4.5": build(
         "'<|user|>\n' + m.content",
         "'<|assistant|>\n<think>' + (m.reasoning_content or '') + '</think>\n' + m.content",
@@ -96,7 +90,7 @@ TEMPLATES = {
     "nemotron3": build_chatml(
         "'<|im_start|>assistant\n<think>' + (m.reasoning_content or '') + '</think>' + m.content"
         " + '<|im_end|>\n'",
-        "'<|im_start|>assistant\n<think>\n'",
+        OPENED,
     ),
     "harmony": build(
         "'<|start|>user<|message|>' + m.content + '<|end|>'",
@@ -107,16 +101,15 @@ TEMPLATES = {
         "'<|start|>developer<|message|>' + m.content + '<|end|>'",
     ),
     # Chat ML, but without a generation prompt.
-    "no_prompt": build_chatml("'<|im_start|>assistant\n' + m.content + '<|im_end|>\n'", "''"),
+    "no_prompt": build_chatml(PLAIN, "''"),
     "no_prompt_thinks": build_chatml(
         "'<|im_start|>assistant\n' + ('<think>' + m.reasoning_content + '</think>' if m.reasoning_content"
         " else '') + m.content + '<|im_end|>\n'",
         "''",
     ),
-    "always_prompts": build_chatml("'<|im_start|>assistant\n' + m.content + '<|im_end|>\n'", "''")
+    "always_prompts": build_chatml(PLAIN, "''")
     + "{% if messages[-1].role != 'assistant' %}{{ '<|im_start|>assistant\n' }}{% endif %}",
-    "always_prompts_model": build_chatml("'<|im_start|>assistant\n' + m.content + '<|im_end|>\n'", "''")
-    + "{{ '<|im_start|>model\n' }}",
+    "always_prompts_model": build_chatml(PLAIN, "''") + "{{ '<|im_start|>model\n' }}",
 }
 CONTROLS = (
     *("<start_of_turn>", "<end_of_turn>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "</s>"),
@@ -155,13 +148,9 @@ def read_counted(chat: ChatFormat, example: SFTExample) -> str:
 
 
 ENDS = {
-    "gemma": "<end_of_turn>",
-    "phi3": "<|end|>",
-    "chatml": "<|im_end|>",
-    "mistral": "</s>",
+    **{"gemma": "<end_of_turn>", "phi3": "<|end|>", "chatml": "<|im_end|>", "mistral": "</s>"},
+    **{"harmony": "<|return|>", "glm4.5": "<|endoftext|>"},
     "nemotron": "<|endoftext|>",  # nothing but a line break ends its turn
-    "harmony": "<|return|>",
-    "glm4.5": "<|endoftext|>",
 }
 
 
@@ -190,11 +179,8 @@ def test_generation_stops_where_turns_end(smol: Any, name: str) -> None:
 
 OPENINGS = {
     **dict.fromkeys(("gemma", "phi3", "chatml", "mistral", "nemotron", "seed_oss", "qwen3"), ("", "")),
-    "r1": ("<think>\n", ""),
-    "exaone_deep": ("<thought>\n", ""),
-    "qwen3_thinking": ("<think>\n", ""),
-    "glm4.5": ("", ""),
-    "glm5": ("<think>", ""),
+    **{"r1": ("<think>\n", ""), "exaone_deep": ("<thought>\n", ""), "qwen3_thinking": ("<think>\n", "")},
+    **{"glm4.5": ("", ""), "glm5": ("<think>", "")},
     "nemotron3": ("\n", "</think>"),  # nothing shows where its turn's header ends
     "harmony": ("", "<|channel|>final<|message|>"),
     **dict.fromkeys(("no_prompt", "no_prompt_thinks"), ("", "<|im_start|>assistant\n")),
@@ -237,9 +223,8 @@ def test_our_thought_replaces_an_empty_one(smol: Any, name: str) -> None:
 def test_every_text_of_ours_is_in_the_final_channel(smol: Any) -> None:
     chat, opening = build_format(smol, "harmony"), "<|channel|>final<|message|>"
     problem = chat.build_problem(1, QUESTION, SOLUTION)
-    assert f"<|start|>assistant{opening}<|begin_of_solution|>" in decode(
-        chat.tokenizer, problem.teacher_prompt
-    )
+    teacher = decode(chat.tokenizer, problem.teacher_prompt)
+    assert f"<|start|>assistant{opening}<|begin_of_solution|>" in teacher
     student = decode(chat.tokenizer, problem.student_prefix)
     assert student.endswith(f"<|start|>assistant{opening}<|begin_of_thought|>")
     # The student is asked with the generation prompt, as by servers, and learns to open the channel.

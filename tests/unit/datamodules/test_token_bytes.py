@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -38,34 +37,25 @@ def llama3(smollm2: str) -> Any:
     """SmolLM2's words in Llama 3's way: whole words first, control tokens among the words."""
     described = json.loads((Path(smollm2) / "tokenizer.json").read_text())
     described["model"]["ignore_merges"] = True
-    described["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False,
-                                  "use_regex": False}  # fmt: skip
+    described["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False}
+    described["pre_tokenizer"]["use_regex"] = False
     return fast(Tokenizer.from_str(json.dumps(described)))
 
 
 FAMILIES = ("smollm2", "qwen", "think", "miniature", "miniature-pieces", *KINDS, "llama3")
 
 
-@pytest.fixture(scope="module")
-def smol(smollm2: str) -> Any:
-    return AutoTokenizer.from_pretrained(smollm2)
-
-
 @pytest.fixture(scope="module", params=FAMILIES)
 def tokenizer(request: pytest.FixtureRequest) -> Any:
-    def load(name: str) -> Any:
-        return AutoTokenizer.from_pretrained(request.getfixturevalue(name))
-
     match request.param:
         case "smollm2" | "miniature":
-            return load(request.param)
+            return AutoTokenizer.from_pretrained(request.getfixturevalue(request.param))
         case "miniature-pieces":
             return load_tokenizer(PIECES)
         case "qwen":
-            shared = request.getfixturevalue("shared")
-            return AutoTokenizer.from_pretrained(shared / "data/tokenizers/Qwen2.5-Instruct")
+            return request.getfixturevalue("qwen")
         case "think":
-            loaded = copy.deepcopy(load("smollm2"))
+            loaded = AutoTokenizer.from_pretrained(request.getfixturevalue("smollm2"))
             loaded.add_tokens(["<think>", "</think>", AddedToken("<pad>", special=True)])
             return loaded
         case "llama3":
@@ -161,15 +151,11 @@ def test_a_tokenizer_whose_bytes_are_unknown_is_refused(kind: str) -> None:
         tokenizer = Tokenizer(models.WordPiece({"<unk>": 0, "So": 1, "##x": 2, "</s>": 3}, unk_token="<unk>"))
         tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     else:
-        tokenizer = copy.deepcopy(kind_of_tokenizer("llama2").backend_tokenizer)
+        described = json.loads(kind_of_tokenizer("llama2").backend_tokenizer.to_str())
         if kind == "lost_spaces":
-            tokenizer.normalizer = None
-            tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+            described |= {"normalizer": None, "pre_tokenizer": {"type": "WhitespaceSplit"}}
         else:
-            described = json.loads(tokenizer.to_str())
             described["model"]["byte_fallback"] = False
-            tokenizer = Tokenizer.from_str(json.dumps(described))
-    with pytest.raises(
-        InputError, match="A student whose tokenizer is not the other model's must have tokens"
-    ):
+        tokenizer = Tokenizer.from_str(json.dumps(described))
+    with pytest.raises(InputError, match=r"A student whose tokenizer is not .* must have tokens"):
         ByteExactTokenizer(fast(tokenizer), "student")

@@ -56,24 +56,16 @@ def test_tokens_equal_those_of_plain_sampling(miniature: str, name: str) -> None
         assert_same(sample_groups(started(HFEngine, model, tokenizer, max_sequences), *asked), theirs)
 
 
-def tiny(kind: str, attention: str = "rlt_segments", **changes: Any) -> Any:
+def tiny_llama() -> Any:
     """A two-layer model with random weights large enough that its distributions are not flat."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    settings = {
-        "vocab_size": WORDS,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "initializer_range": 0.3,
-        "max_position_embeddings": 512,
-    }
+    settings = {"vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    settings |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
     torch.manual_seed(0)
     register_segment_attention()
-    config = AutoConfig.for_model(kind, **settings | changes)
-    return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+    config = AutoConfig.for_model("llama", initializer_range=0.3, **settings)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="rlt_segments").eval()
 
 
 def test_a_cache_that_forgets_the_prompt_is_found(miniature: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +79,7 @@ def test_a_cache_that_forgets_the_prompt_is_found(miniature: str, monkeypatch: p
 
 
 def test_a_model_without_right_log_probs_is_refused() -> None:
-    model = tiny("llama")
+    model = tiny_llama()
 
     def call(**inputs: Any) -> Any:
         output = model(**inputs)
@@ -105,13 +97,7 @@ def test_adapted_models_sample_the_same_tokens(miniature: str) -> None:
         if ".lora_B." in name:
             torch.nn.init.normal_(parameter, std=0.05)
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    asked: tuple[Any, ...] = (
-        random_prompts([5, 12], 300),
-        Sampling(0.8, max_completion_length=12),
-        2,
-        "",
-        [1, 2],
-    )
+    asked: Any = (random_prompts([5, 12], 300), Sampling(0.8, max_completion_length=12), 2, "", [1, 2])
     ours = started(HFEngine, model.train(), tokenizer)
     assert_same(sample_groups(ours, *asked), sample_groups(started(PlainEngine, model, tokenizer), *asked))
     assert ours.decoder == "slots"
@@ -137,9 +123,7 @@ def test_half_precision_is_stored_in_half_precision(miniature: str) -> None:
 def test_a_prompt_is_run_and_stored_once_and_places_are_filled(miniature: str) -> None:
     model, tokenizer = load_model(miniature), load_tokenizer(miniature)
     engine = started(HFEngine, model, tokenizer, 4)
-    sample_groups(
-        engine, random_prompts([3], 300), Sampling(max_completion_length=1), 1, "", [0]
-    )  # its first check
+    checked(engine)
     calls, prompts = Calls(model), random_prompts([50, 60, 40], 300)
     groups = sample_groups(engine, prompts, Sampling(0.7), 3, "", [1, 2, 3], [30, 12, 20])
     runs = [call["input_ids"].shape[1] for call in calls.inputs if "packed_row" in call]
@@ -203,19 +187,13 @@ END = "<|end_of_explanation|>"
 
 @pytest.fixture(scope="module")
 def engine(miniature: str) -> HFEngine:
-    engine = HFEngine()
-    engine.start(load_model(miniature), load_tokenizer(miniature), Path())
-    return engine
+    return started(HFEngine, load_model(miniature), load_tokenizer(miniature))
 
 
 def prompts_of(engine: HFEngine) -> list[list[int]]:
     questions = ["What is 3 + 4?", "Name the capital of France, and say in one sentence where it lies."]
-    return [
-        engine.tokenizer.apply_chat_template(
-            [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=False
-        )
-        for question in questions
-    ]
+    chats = [[{"role": "user", "content": question}] for question in questions]
+    return engine.tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=False)
 
 
 def token_ids(groups: list[list[Completion]]) -> list[list[int]]:
@@ -227,8 +205,7 @@ def test_a_completion_depends_on_its_seed_and_not_on_its_neighbours(engine: HFEn
     together = sample_groups(engine, prompts, sampling, 2, END, [5, 6])
     alone = sample_groups(engine, prompts[1:], sampling, 2, END, [6])
     assert token_ids([together[1]]) == token_ids(alone)
-    in_turns = HFEngine(max_sequences=2)
-    in_turns.start(engine.model, engine.tokenizer, Path())
+    in_turns = started(HFEngine, engine.model, engine.tokenizer, 2)
     assert token_ids(sample_groups(in_turns, prompts, sampling, 2, END, [5, 6])) == token_ids(together)
     other = sample_groups(engine, prompts, sampling, 2, END, [7, 8])
     assert token_ids(other) != token_ids(together)

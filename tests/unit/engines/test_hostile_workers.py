@@ -38,9 +38,7 @@ def answer(
     detail: Any = None,
 ) -> JSON:
     """An answer as vLLM gives it; without arguments it is right for a limit of 4 tokens."""
-    ids = list(token_ids) if isinstance(token_ids, tuple) else token_ids
-    values = list(log_probs) if isinstance(log_probs, tuple) else log_probs
-    choice = {"token_ids": ids, "logprobs": {"token_logprobs": values}}
+    choice = {"token_ids": token_ids, "logprobs": {"token_logprobs": log_probs}}
     return {"choices": [choice | {"finish_reason": reason, "stop_reason": detail}]}
 
 
@@ -76,6 +74,12 @@ def redirect(call: BaseHTTPRequestHandler) -> None:
     call.end_headers()
 
 
+def refuse_with_controls(call: BaseHTTPRequestHandler) -> None:
+    call.send_response(503)
+    call.end_headers()
+    call.wfile.write("\x1b[2J\x1b]0;mine\x07\u202e".encode())
+
+
 HOSTILE: dict[str, Any] = {
     # It ends early, late or otherwise than it says.
     "length_too_early": ended(11, reason="length"),
@@ -108,7 +112,7 @@ HOSTILE: dict[str, Any] = {
     "slow": send_slowly,
     "cut_off": send_half,
     "redirect": redirect,
-    "status_with_controls": (503, {"error": "\x1b[2J\x1b]0;mine\x07\u202e"}),
+    "status_with_controls": refuse_with_controls,
 }
 
 
@@ -132,16 +136,7 @@ def sample(engine: VLLMEngine) -> Completion:
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_answer_is_an_engine_error(name: str, engine: Any) -> None:
     engine, worker = engine
-    hostile = HOSTILE[name]
-    if isinstance(hostile, tuple):
-        status, body = hostile
-
-        def hostile(call: BaseHTTPRequestHandler) -> None:
-            call.send_response(status)
-            call.end_headers()
-            call.wfile.write(body["error"].encode())
-
-    worker.broken["/v1/completions"] = hostile
+    worker.broken["/v1/completions"] = HOSTILE[name]
     with pytest.raises(EngineError, match=worker.url) as refused:
         sample(engine)
     assert str(refused.value).isprintable()
@@ -180,35 +175,20 @@ def test_without_a_trainer_a_worker_ends_with_special_tokens_only(tmp_path: Path
             engine.health()
 
 
-STARTS: dict[str, tuple[str, Any]] = {
-    "infinite_context": ("/v1/models", b'{"data": [{"id": "teacher", "max_model_len": 1e999}]}'),
-    "no_dtype": ("/collective_rpc", {"results": [{"dtype": 1, "can_sleep": True}]}),
-}
-
-
-@pytest.mark.parametrize("name", STARTS)
-def test_a_hostile_greeting_is_an_engine_error(name: str, tmp_path: Path) -> None:
-    path, hostile = STARTS[name]
+@pytest.mark.parametrize(
+    ("path", "hostile"),
+    [
+        ("/v1/models", b'{"data": [{"id": "teacher", "max_model_len": 1e999}]}'),
+        ("/collective_rpc", {"results": [{"dtype": 1, "can_sleep": True}]}),
+    ],
+    ids=["infinite_context", "no_dtype"],
+)
+def test_a_hostile_greeting_is_an_engine_error(path: str, hostile: Any, tmp_path: Path) -> None:
     with FakeWorker(broken={path: hostile}) as worker:
         engine = VLLMEngine([worker.url], recovery_timeout_s=0.1)
         with pytest.raises(EngineError, match=worker.url) as refused:
             start_engine(engine, tmp_path)
         assert str(refused.value).isprintable()
-
-
-def lying_worker(model: str, nats: float, first: int) -> FakeWorker:
-    """A worker whose log-probs are true at first, and then too low."""
-    worker = worker_of(model)
-    score, told = worker.sampled, 0
-
-    def lie(token_ids: list[int], temperature: float) -> list[float]:
-        nonlocal told
-        told += 1
-        assert score is not None
-        return [value - nats * (told > first) for value in score(token_ids, temperature)]
-
-    worker.sampled = lie
-    return worker
 
 
 # Lies of a worker that samples from the weights it was pushed
@@ -230,14 +210,14 @@ def change_a_token(worker: FakeWorker, body: JSON, choice: JSON) -> JSON:
 
 
 def of_temperature_one(worker: FakeWorker, body: JSON, choice: JSON) -> JSON:
+    prompt: list[int] = body["prompt"]
     assert worker.sampled is not None
-    return report(
-        choice, worker.sampled(body["prompt"] + choice["token_ids"], 1.0)[len(body["prompt"]) - 1 :]
-    )
+    return report(choice, worker.sampled(prompt + choice["token_ids"], 1.0)[len(prompt) - 1 :])
 
 
 # What a lie makes of an answer: worker, body, honest choice -> choice.
-STOPPED: dict[str, Callable[[FakeWorker, JSON, JSON], JSON]] = {
+Lie = Callable[[FakeWorker, JSON, JSON], JSON]
+STOPPED: dict[str, Lie] = {
     "shifted": lambda worker, body, choice: report(choice, [*reported(choice)[1:], reported(choice)[0]]),
     "too_low": lambda worker, body, choice: report(choice, [value - 1.5 for value in reported(choice)]),
     "a_token_changed": change_a_token,
@@ -245,12 +225,7 @@ STOPPED: dict[str, Callable[[FakeWorker, JSON, JSON], JSON]] = {
 
 
 def fit_with_a_liar(
-    lie: Callable[[FakeWorker, JSON, JSON], JSON] | None,
-    model: str,
-    folder: Path,
-    *options: str,
-    push: str = "IPCPush",
-    **of_worker: Any,
+    lie: Lie | None, model: str, folder: Path, *options: str, push: str = "IPCPush", **of_worker: Any
 ) -> subprocess.CompletedProcess[str]:
     """One step of `rlt fit` with a worker that samples from the model, and then lies."""
     with worker_of(model, samples=True, gloo=push == "GlooPush", **of_worker) as worker:
@@ -290,9 +265,7 @@ def test_log_probs_of_another_temperature_are_told(miniature: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize(("push", "options"), [full("IPCPush", {}), ("GlooPush", {"dtype": "bfloat16"})])
-def test_an_honest_worker_is_neither_stopped_nor_told_of(
-    push: str, options: dict[str, Any], miniature: str, tmp_path: Path
-) -> None:
+def test_an_honest_worker_is_let_alone(push: str, options: Any, miniature: str, tmp_path: Path) -> None:
     words = ["--model.group_size=8", "--rollouts.sampling.temperature=1"]
     result = fit_with_a_liar(None, miniature, tmp_path, *words, push=push, **options)
     assert result.returncode == 0, result.stderr
@@ -301,7 +274,9 @@ def test_an_honest_worker_is_neither_stopped_nor_told_of(
 
 
 def test_a_worker_that_lies_writes_no_trace(tiny_model: str, tmp_path: Path) -> None:
-    with lying_worker(tiny_model, 1.5, first=0) as worker:
+    with worker_of(tiny_model) as worker:
+        score: Any = worker.sampled
+        worker.sampled = lambda ids, temperature: [value - 1.5 for value in score(ids, temperature)]
         words = small_fit(tiny_model, tmp_path, *sampled_by(worker.url))
         result = rlt("predict", *words[1:])
     assert result.returncode == 2, result.stderr

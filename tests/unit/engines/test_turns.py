@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 from commands import rlt
 from fake_worker import FakeWorker, worker_of
+from fits import sampled_by, small_fit
 from fleets import WEIGHTS, generate, launched, processes_of, start, start_engine, undisturbed
 from fleets import token_ids as ids
 from turns import turns
 
-from rlt_lightning.callbacks import RolloutCallback
-from rlt_lightning.engines import EngineError, VLLMEngine
-from rlt_lightning.types import InputError
+from rlt_lightning.engines import EngineError
 
 __all__ = ["start"]  # a fixture
 
@@ -78,12 +77,6 @@ def test_a_worker_that_never_falls_asleep_ends_the_run(start: Any) -> None:
         engine.put_to_sleep()
 
 
-def test_sampling_during_training_is_refused_for_those_that_take_turns() -> None:
-    engine = VLLMEngine(urls=["http://127.0.0.1:1"], sleep=True)
-    with pytest.raises(InputError, match="samples while the GPUs train"):
-        RolloutCallback(engine=engine, asynchronous=True)
-
-
 def test_training_waits_for_a_worker_that_is_being_started_again(tmp_path: Path) -> None:
     engine = launched(tmp_path, num_workers=2)
     engine.fleet.sleeps = True
@@ -103,15 +96,10 @@ def test_training_waits_for_a_worker_that_is_being_started_again(tmp_path: Path)
 
 def test_a_run_with_validation_takes_turns(tiny_model: str, tmp_path: Path) -> None:
     with worker_of(tiny_model) as worker:
-        command = ["fit", "--config=tests/rlt.yaml"]
-        command += ["--config=configs/add/vllm.yaml", "--trainer.max_steps=2"]
-        command += [f"--rollouts.engine.init_args.urls=[{worker.url}]"]
-        command += ["--rollouts.engine.init_args.push=rlt_lightning.engines.IPCPush"]
-        command += ["--rollouts.engine.init_args.sleep=true", "--trainer.val_check_interval=1"]
-        command += [f"--model.teacher={tiny_model}", f"--model.student={tiny_model}", "--data.val_rows=2"]
-        command += ["--rollouts.sampling.max_completion_length=4", "--data.num_embedded_rows=8"]
-        command += [f"--output_dir={tmp_path / 'run'}"]
-        result = rlt(*command)
+        words = [*sampled_by(worker.url), "--rollouts.engine.sleep=true", "--data.val_rows=2"]
+        words += ["--trainer.max_steps=2", "--trainer.val_check_interval=1"]
+        words += ["--rollouts.sampling.max_completion_length=4"]
+        result = rlt(*small_fit(tiny_model, tmp_path / "run", *words))
         assert result.returncode == 0, result.stderr
         assert "Lost vLLM worker" not in result.stderr  # what a sleeping one is asked for, it refuses
         # Step, validation with the weights after it, step, validation: each wakes a worker without weights.

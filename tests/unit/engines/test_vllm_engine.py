@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
 from multiprocessing import get_context
 from pathlib import Path
 from subprocess import PIPE, Popen
@@ -38,6 +37,7 @@ from fleets import (  # noqa: F401
     token_ids,
     undisturbed,
 )
+from kills import is_alive
 from sampling import sample_groups
 from torch import Tensor
 
@@ -85,25 +85,16 @@ def test_a_request_holds_the_token_ids_and_every_sampling_field(start: Any) -> N
     sampling = Sampling(0.6, 0.9, 40, 0.05, 1.1, max_completion_length=5)
     engine = start(worker, max_sequences=1)
     sample_groups(engine, [[3, 1, 4]], sampling, 4, END, [2**62 + 17])  # the seed is cut to 62 bits
-    assert worker.bodies == [
-        {
-            "model": "teacher",
-            "prompt": [3, 1, 4],
-            "seed": 17 + number,
-            "max_tokens": 5,
-            "temperature": 0.6,
-            "top_p": 0.9,
-            "top_k": 40,
-            "min_p": 0.05,
-            "repetition_penalty": 1.1,
-            "stop": [END],
-            "stop_token_ids": [2, 5],
-            "skip_special_tokens": False,
-            "logprobs": 0,
-            "return_token_ids": True,
-        }
-        for number in range(4)
-    ]
+    expected = {
+        "model": "teacher",
+        "prompt": [3, 1, 4],
+        "max_tokens": 5,
+        "stop": [END],
+        "stop_token_ids": [2, 5],
+    }
+    expected |= {"temperature": 0.6, "top_p": 0.9, "top_k": 40, "min_p": 0.05, "repetition_penalty": 1.1}
+    expected |= {"skip_special_tokens": False, "logprobs": 0, "return_token_ids": True}
+    assert worker.bodies == [expected | {"seed": 17 + number} for number in range(4)]
 
 
 def test_completions_come_in_order_with_their_seed_worker_log_probs_and_ending(start: Any) -> None:
@@ -145,9 +136,7 @@ def test_a_prompt_that_does_not_fit_is_refused_before_it_is_sent(start: Any) -> 
     assert worker.bodies == []
 
 
-def test_the_api_key_comes_from_the_environment_and_is_never_told(
-    start: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_api_key_is_never_told(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUR_KEY", "s3cret")
     worker = FakeWorker(api_key="s3cret")
     engine = start(worker, api_key_env="OUR_KEY")
@@ -219,9 +208,8 @@ def test_a_second_loss_in_one_iteration_ends_the_run(start: Any) -> None:
     engine = start(worker, max_sequences=1)
     generate_until_lost(engine)
     recover(engine)
-    with pytest.raises(
-        EngineError, match=f"lost twice in one iteration.*{worker.url}.*--resume true"
-    ) as ended:
+    message = f"lost twice in one iteration.*{worker.url}.*--resume true"
+    with pytest.raises(EngineError, match=message) as ended:
         generate(engine)
     assert not isinstance(ended.value, WorkersLost)
 
@@ -394,10 +382,7 @@ def test_a_bucket_brings_all_weights_in_pieces(start: Any, kind: type[BucketPush
 
 def list_own_buffers() -> list[str]:
     """The shared buffers that this process holds open or mapped."""
-    files = []
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # the list's own
-            files.append(os.readlink(f"/proc/self/fd/{name}"))
+    files = [os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
     held = files + Path("/proc/self/maps").read_text().splitlines()
     return [file for file in held if "memfd:rlt-" in file]
 
@@ -565,27 +550,19 @@ TREE = (  # a worker with a child of its own that does not listen to SIGTERM
 )
 
 
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def pids_in(log: Path) -> list[int]:
     """Those of worker and child, once they are there."""
     wait_until(lambda: log.exists() and bool(re.search(r"pids \d+ \d+", log.read_text())))
-    found = re.findall(r"pids (\d+) (\d+)", log.read_text())
-    return [int(pid) for pid in found[-1]]
+    return [int(pid) for pid in re.findall(r"pids (\d+) (\d+)", log.read_text())[-1]]
 
 
 def test_stop_ends_a_server_with_all_that_it_started(tmp_path: Path) -> None:
     log = tmp_path / "worker.log"
     process = start_server([sys.executable, "-c", TREE], {}, log)
     pids = pids_in(log)
-    assert all(map(alive, pids))
+    assert all(map(is_alive, pids))
     stop_server(process)
-    wait_until(lambda: not any(map(alive, pids)))
+    wait_until(lambda: not any(map(is_alive, pids)))
     stop_server(process)  # safe twice
 
 
@@ -606,12 +583,10 @@ def test_a_launched_worker_that_is_killed_is_started_again(tmp_path: Path) -> No
         groups = [process.pid for process in processes_of(engine)]
     finally:
         engine.close()
-    wait_until(lambda: not any(map(alive, groups)))
+    wait_until(lambda: not any(map(is_alive, groups)))
 
 
-def test_the_key_of_a_launched_worker_is_not_on_its_command_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_command_line_shows_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "s3cret")
     engine = launched(tmp_path)
     start_engine(engine, tmp_path)  # the fake refuses calls without it

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 from commands import ROOT, wait_until
+from kills import is_alive
+from rows_of import stratos_turn
 
 from rlt_lightning.judging.answers import arithmetic_expression, marked_answer
 from rlt_lightning.judging.judge import Judge, Verdict
@@ -29,26 +31,21 @@ def judge() -> Iterator[Judge]:
         yield judge
 
 
-def stratos(thought: str, solution: str) -> str:
-    return (
-        f"<|begin_of_thought|>\n\n{thought}\n\n<|end_of_thought|>\n\n"
-        f"<|begin_of_solution|>\n\n{solution}\n\n<|end_of_solution|>"
-    )
-
-
 def test_the_answer_is_looked_for_in_the_solution_block_then_at_the_end(judge: Judge) -> None:
-    right = {"answer": "5"}
-    assert judge.judge(stratos(r"Perhaps \boxed{4}.", r"It is \boxed{5}."), right) == Verdict(True, True, "5")
-    assert judge.judge(stratos(r"It is \boxed{5}.", "It is 4."), right) == Verdict(False, True, "4")
-    assert judge.judge(r"First \boxed{4}, then \boxed{5}", right).answer == "5"
-    assert judge.judge("The final answer is 5.", right) == Verdict(True, False, "5")
-    assert judge.judge("2 + 3 is\n#### 5", right) == Verdict(True, False, "5")
-    assert judge.judge("I do not know.", right) == Verdict(False, False, None)
-    assert judge.judge(r"\boxed{5} and \boxed{6", right).answer == "5"  # the last one is never closed
+    verdicts = {
+        stratos_turn(r"Perhaps \boxed{4}.", r"It is \boxed{5}."): Verdict(True, True, "5"),
+        stratos_turn(r"It is \boxed{5}.", "It is 4."): Verdict(False, True, "4"),
+        r"First \boxed{4}, then \boxed{5}": Verdict(True, False, "5"),
+        "The final answer is 5.": Verdict(True, False, "5"),
+        "2 + 3 is\n#### 5": Verdict(True, False, "5"),
+        "I do not know.": Verdict(False, False, None),
+        r"\boxed{5} and \boxed{6": Verdict(True, False, "5"),  # the last one is never closed
+    }
+    assert {text: judge.judge(text, {"answer": "5"}) for text in verdicts} == verdicts
 
 
 def test_formatted_means_thought_and_solution_in_order_and_closed() -> None:
-    whole = stratos("a", "b")
+    whole = stratos_turn("a", "b")
     judge = Judge()
     assert judge.is_formatted(whole)
     for tag in ("<|begin_of_thought|>", "<|end_of_thought|>", "<|begin_of_solution|>", "<|end_of_solution|>"):
@@ -60,9 +57,7 @@ def test_formatted_means_thought_and_solution_in_order_and_closed() -> None:
 
 
 def test_a_reference_without_an_answer_is_refused(judge: Judge) -> None:
-    with pytest.raises(
-        InputError, match=r"must have an `answer`, or a `solution`.* only the columns question"
-    ):
+    with pytest.raises(InputError, match=r"have an `answer`, or a `solution`.* only the columns question"):
         judge.judge("5", {"question": "?"})
     with pytest.raises(InputError, match="must be math, choice or countdown, but is 'essay'"):
         judge.judge("5", {"answer": "5", "kind": "essay"})
@@ -87,19 +82,10 @@ def test_only_plain_arithmetic_is_evaluated(text: str, expression: str | None) -
 
 
 def test_countdown_is_judged_by_value_and_by_the_numbers_used(judge: Judge) -> None:
-    answers = [
-        "95 - 38 - 21",
-        "(95-21)-38",
-        "95 - 38",
-        "36",
-        "21 + 38 - 95",
-        "95 - 38 - 21 - 0",
-        "95 - 38 - 21 + 21 - 21",
-        "(95)(21)",
-        "1 2",
-    ]
-    verdicts = judge.judge_all((f"\\boxed{{{answer}}}", COUNTDOWN) for answer in answers)
-    assert [verdict.correct for verdict in verdicts] == [True, True, *[False] * 7]
+    right = ["95 - 38 - 21", "(95-21)-38"]
+    wrong = ["95 - 38", "36", "21 + 38 - 95", "95 - 38 - 21 - 0", "95 - 38 - 21 + 21 - 21", "(95)(21)", "1 2"]
+    verdicts = judge.judge_all((f"\\boxed{{{answer}}}", COUNTDOWN) for answer in right + wrong)
+    assert [verdict.correct for verdict in verdicts] == [True] * 2 + [False] * 7
     large = COUNTDOWN | {"numbers": [1000, 1000, 1], "target": 1000001}
     nearly = judge.judge_all((f"\\boxed{{1000*1000{sign}1}}", large) for sign in "+-")
     assert [verdict.correct for verdict in nearly] == [True, False]
@@ -223,22 +209,14 @@ def test_judging_processes_end_with_a_killed_run() -> None:
     command = [sys.executable, "-c", KILLED]
     run = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=570)
     [worker] = map(int, run.stdout.split())
-    wait_until(lambda: not alive(worker))
-
-
-def alive(pid: int) -> bool:
-    """Whether a process is there, and no zombie."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    wait_until(lambda: not is_alive(worker))
 
 
 def test_marked_answers_balance_their_braces() -> None:
-    assert marked_answer(r"\boxed{\frac{1}{2}} and \boxed{x") == r"\frac{1}{2}"
-    assert marked_answer(r"\boxed{\left\{1, 2\right\}}") == r"\left\{1, 2\right\}"
-    assert marked_answer(r"\fbox{3}") == "3"
-    assert marked_answer(r"\boxed {3}") == "3"
-    assert marked_answer(r"\boxed{1\\{2}}") == r"1\\{2}"  # a line break, then a brace
-    assert marked_answer("3") is None
+    answers = {
+        r"\boxed{\frac{1}{2}} and \boxed{x": r"\frac{1}{2}",
+        r"\boxed{\left\{1, 2\right\}}": r"\left\{1, 2\right\}",
+        r"\boxed{1\\{2}}": r"1\\{2}",  # a line break, then a brace
+    }
+    answers |= {r"\fbox{3}": "3", r"\boxed {3}": "3", "3": None}
+    assert {text: marked_answer(text) for text in answers} == answers

@@ -11,7 +11,7 @@ import pytest
 import torch
 from cases import full
 from compared import largest_difference, weights
-from grpo import Witness, module, rollout_callback, slow_log_probs
+from grpo import TEMPERATURE, Witness, module, rollout_callback, slow_log_probs
 from ranks import run
 from trainers import bare_trainer
 
@@ -22,7 +22,7 @@ from rlt_lightning.rewards.explanations import build_empty_view
 from rlt_lightning.rewards.student import Student
 from rlt_lightning.rollouts.columns import REWARD, Level, Record
 from rlt_lightning.rollouts.step import StepBatch
-from rlt_lightning.types import ModelView, Problem
+from rlt_lightning.types import ModelView, Problem, Rollouts
 
 EMPTY = RLTReward(baseline="empty")
 
@@ -63,7 +63,7 @@ def test_r_ss_of_the_empty_explanation_is_subtracted_as_it_would_enter() -> None
 
 
 @pytest.mark.parametrize("student", [full("miniature"), "other"])
-def test_an_empty_explanation_is_read_once_for_each_problem_of_a_step(
+def test_a_step_reads_each_problems_empty_explanation_once(
     student: str, tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[int] = []
@@ -78,19 +78,15 @@ def test_an_empty_explanation_is_read_once_for_each_problem_of_a_step(
     rlt.student = Student.of(student)
     data = chains(tmp_path, student)
     bare_trainer(tmp_path, rollout_callback(), witness).fit(rlt, data)
-    [batch] = witness.batches
-    assert batch.rollouts is not None
-    rows = batch.rollouts.rollouts
+    step, rows = witness.one_step()
     assert read == [rows[0].problem.row, rows[4].problem.row]
-    levels = batch.step.table[Level("baseline")]
-    slow = [
-        slow_baseline(next(iter(rlt.models.values())).model, build_empty_view(row.problem, data.format))
-        for row in rows
-    ]
+    levels = step.table[Level("baseline")]
+    [model] = [entry.model for entry in rlt.models.values()]
+    slow = [slow_baseline(model, build_empty_view(row.problem, data.format)) for row in rows]
     assert levels.tolist() == pytest.approx(slow, abs=1e-5)
 
     # In chunks: the second and third bring nothing of a problem that the first did not have.
-    step, packed = StepBatch.of_rollouts(batch.rollouts), PhaseStats()
+    step, packed = StepBatch.of_rollouts(Rollouts(rows, 4, 0, TEMPERATURE)), PhaseStats()
     counts = []
     for places in ([1, 6], [0, 4, 5], [2, 3, 7]):
         rlt.build_runner().run(step, places, rlt.list_reward_passes, packed)
@@ -103,9 +99,7 @@ def test_an_empty_explanation_is_read_once_for_each_problem_of_a_step(
 
 @pytest.mark.full
 @pytest.mark.parametrize("strategy", ["ddp", full("fsdp2"), full("zero3")])
-def test_ranks_train_with_it_as_one_process_without_it(
-    strategy: str, tiny_model: str, tmp_path: Path
-) -> None:
+def test_ranks_train_with_it_as_one_without(strategy: str, tiny_model: str, tmp_path: Path) -> None:
     # Uneven completions travel between ranks, and each step is scored in two chunks, the second of one.
     options: dict[str, Any] = {"uneven": True, "tokens": 100, "steps": 2}
     run(tiny_model, tmp_path / "single", "single", **options)

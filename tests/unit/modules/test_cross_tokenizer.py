@@ -38,45 +38,12 @@ from rlt_lightning.strategies.sharding import ModelEntry
 from rlt_lightning.types import Completion, InputError, Rollout, Rollouts
 
 PIECES = [
-    *(
-        "So ",
-        "x = ",
-        "12345",
-        "3.14159",
-        "1e-10",
-        " 007",
-        "\n",
-        "\n\n",
-        "    ",
-        " \t",
-        "the",
-        " student",
-        ".",
-    ),
-    *(
-        "数学",
-        "，所以",
-        "証明する",
-        "물리",
-        "Привет",
-        " ação",
-        "e\u0301",
-        "\ufb01",
-        "\u200b",
-        "\u00a0",
-        "\u2581",
-    ),
-    *("👩🏽‍🏫", "🧮", "🇩🇪", " 🎉🎉", "\\frac{1}{2}", "$\\sum_{i=1}^{n} x_i$", "\\begin{align}", "^{2}"),
-    *(
-        "def f(x):\n    return x ** 2",
-        "for(i=0;i<10;++i){",
-        "//",
-        "```python\n",
-        "<|im_end|>",
-        "</think>",
-        "<s>",
-    ),
-    *("<tool_call>", "<|begin_of_thought|>", "<0x0A>", "\x13", "\U00050000", "…", "“x”", "don't"),
+    *("So ", "x = ", "12345", "3.14159", "1e-10", " 007", "\n", "\n\n", "    ", " \t", "the", " student"),
+    *(".", "数学", "，所以", "証明する", "물리", "Привет", " ação", "e\u0301", "\ufb01", "\u200b", "\u00a0"),
+    *("\u2581", "👩🏽‍🏫", "🧮", "🇩🇪", " 🎉🎉", "\\frac{1}{2}", "$\\sum_{i=1}^{n} x_i$"),
+    *("\\begin{align}", "^{2}", "def f(x):\n    return x ** 2", "for(i=0;i<10;++i){", "//", "```python\n"),
+    *("<|im_end|>", "</think>", "<s>", "<tool_call>", "<|begin_of_thought|>", "<0x0A>", "\x13", "\U00050000"),
+    *("…", "“x”", "don't"),
 ]
 
 
@@ -103,16 +70,9 @@ def chat(request: pytest.FixtureRequest) -> CrossTokenizerFormat:
 
 def random_model(tokenizer: Any, seed: int) -> LlamaForCausalLM:
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=4096,
-        initializer_range=0.3,
-    )
-    return LlamaForCausalLM(config).eval()
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    others = {"max_position_embeddings": 4096, "initializer_range": 0.3}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes, **others)).eval()
 
 
 def explanations(tokenizer: Any, number: int, seed: int) -> list[list[int]]:
@@ -176,11 +136,8 @@ def test_two_hundred_explanations_keep_their_bytes(chat: CrossTokenizerFormat) -
         is_byte_level = chat.students_text.is_byte_level
         assert read == (text if is_byte_level else text.replace("▁", " ")).encode()
         # Spans divide what r_KL counts, and end where both sides have the same bytes.
-        num_teacher, num_student = (
-            (sum(side) for side in zip(*view.spans, strict=True)) if view.spans else (0, 0)
-        )
-        assert num_teacher == view.num_tokens <= len(teachers.token_ids)
-        assert num_student == view.num_own <= len(view.token_ids)
+        assert sum(teacher for teacher, _ in view.spans) == view.num_tokens <= len(teachers.token_ids)
+        assert sum(student for _, student in view.spans) == view.num_own <= len(view.token_ids)
         assert controls_of(chat.student_tokenizer).isdisjoint(view.token_ids)
     print(f"figure: {cut} of 200 end within a character, {replaced} have characters without tokens")
 
@@ -337,9 +294,7 @@ def test_trl_and_verl_score_by_the_same_spans(tiny_model: str) -> None:
         ExplanationScorer("miniature", tiny_model, RLTReward(kl_estimator="exact"), **texts)  # type: ignore[arg-type]
 
 
-def test_training_with_a_renumbered_student_is_the_same(
-    miniature: str, renumbered: str, tmp_path: Path
-) -> None:
+def test_a_renumbered_student_trains_the_same(miniature: str, renumbered: str, tmp_path: Path) -> None:
     found = []
     for student in (miniature, renumbered):
         witness = Witness()
@@ -357,9 +312,7 @@ def test_training_with_a_renumbered_student_is_the_same(
     torch.testing.assert_close(others, own, atol=1e-4, rtol=1e-4)
     # AdamW turns rounding in a gradient near zero into a step: so the movements are compared as a whole.
     before = LlamaForCausalLM.from_pretrained(miniature).state_dict()
-    moved, other_moved = (
-        torch.cat([(end[name] - before[name]).flatten() for name in before])
-        for end in (weights, other_weights)
-    )
+    ends = (weights, other_weights)
+    moved, other_moved = (torch.cat([(end[n] - before[n]).flatten() for n in before]) for end in ends)
     assert moved.norm() > 0.1
     assert (other_moved - moved).norm() < 0.01 * moved.norm()

@@ -11,16 +11,18 @@ import torch
 from cases import full, slow
 from commands import rlt
 from compared import largest_difference, weights
-from grpo import Witness, slow_log_probs
+from grpo import MovedReference, Witness, slow_log_probs
 from outside import scored
 from ranks import run
+from rows_of import stratos_row
 from torch import Tensor
 from trainers import bare_trainer
 
-from rlt_lightning.callbacks import ReferenceSync, RolloutCallback
+from rlt_lightning.callbacks import RolloutCallback
 from rlt_lightning.datamodules import StratosDataModule, StudentLikelihoodData, TeacherRLData
 from rlt_lightning.datamodules.formats import encode
 from rlt_lightning.engines import Sampling
+from rlt_lightning.models.load import load_tokenizer
 from rlt_lightning.models.lora import LoRA
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
@@ -29,7 +31,7 @@ from rlt_lightning.rewards import LogProbReward, NOVERReward, RLPRReward, Soluti
 from rlt_lightning.rewards.explanations import build_solution_pass
 from rlt_lightning.rewards.student import Student
 from rlt_lightning.rollouts.columns import REWARD, Record, Term, columns_of
-from rlt_lightning.rollouts.step import StepBatch
+from rlt_lightning.rollouts.step import ScoringPass, StepBatch
 from rlt_lightning.tags import TagStyle
 from rlt_lightning.types import Completion, InputError, Problem, Rollout, Rollouts
 
@@ -40,17 +42,20 @@ OWN_TAGS = TagStyle("<t>", "</t>", "<s>", "</s>", "<e>", "</e>", separator="\n")
 
 def data(folder: Path, model: str = "miniature", **options: Any) -> StratosDataModule:
     defaults: dict[str, Any] = {
-        "kind": StudentLikelihoodData,
         "source": "chains",
         "num_embedded_rows": 8,
-        "tokenizer": model,
         "prompts_per_step": 2,
         "tags": "r1",
-        "student_system_prompt": "",
-        "output_dir": str(folder),
     }
-    options = defaults | options
-    return options.pop("kind")(**options)
+    defaults |= {"tokenizer": model, "student_system_prompt": "", "output_dir": str(folder)}
+    kind = options.pop("kind", StudentLikelihoodData)
+    return kind(**defaults | options)
+
+
+def set_up(*arguments: Any, **options: Any) -> StratosDataModule:
+    stage = data(*arguments, **options)
+    stage.setup("fit")
+    return stage
 
 
 def module(**options: Any) -> RLTModule:
@@ -67,9 +72,7 @@ def module(**options: Any) -> RLTModule:
 
 
 def rollouts(length: int = 32, **options: Any) -> RolloutCallback:
-    return RolloutCallback(
-        sampling=Sampling(temperature=TEMPERATURE, max_completion_length=length), **options
-    )
+    return RolloutCallback(sampling=Sampling(TEMPERATURE, max_completion_length=length), **options)
 
 
 def fit(folder: Path, likelihood: RLTModule, *callbacks: Any, steps: int = 1, **options: Any) -> None:
@@ -79,19 +82,16 @@ def fit(folder: Path, likelihood: RLTModule, *callbacks: Any, steps: int = 1, **
 # The tokens
 
 
-def stratos_row(question: str, thought: str, solution: str) -> dict[str, Any]:
-    answer = f"<|begin_of_thought|>\n\n{thought}\n\n<|end_of_thought|>\n\n"
-    answer += f"<|begin_of_solution|>\n\n{solution}\n\n<|end_of_solution|>"
-    turns = [{"from": "user", "value": question}, {"from": "assistant", "value": answer}]
-    return {"system": "Think, then answer.", "conversations": turns}
+def pass_of(stage: StratosDataModule, rollout: Rollout) -> ScoringPass:
+    """How the policy reads a solution behind a thought."""
+    return build_solution_pass(Student.of("policy", chat_format=stage.format), rollout.require_view(), None)
 
 
 @pytest.mark.parametrize("tags", ["stratos", "r1", OWN_TAGS], ids=["stratos", "r1", "own"])
 def test_tokens_are_those_of_stages_4_and_5(tags: Any, smollm2: str, tmp_path: Path) -> None:
     thought = "Three fours: 4, 8, 12.\n\nSo $3 \\cdot 4 = 12$, which I check."
-    rows = [stratos_row("What is 3 * 4?", thought, "The product is \\boxed{12}.")]
-    stage = data(tmp_path, smollm2, source=rows, tags=tags, student_system_prompt=None, prompts_per_step=1)
-    stage.setup("fit")
+    rows = [stratos_row("What is 3 * 4?", thought, "The product is \\boxed{12}.", "Think, then answer.")]
+    stage = set_up(tmp_path, smollm2, source=rows, tags=tags, student_system_prompt=None, prompts_per_step=1)
     [problem] = stage.problems
     chat = stage.format
     # Stage 5's prompt, and behind it the tag that its answer begins with.
@@ -104,9 +104,7 @@ def test_tokens_are_those_of_stages_4_and_5(tags: Any, smollm2: str, tmp_path: P
     completion = chat.completion_from_trace(problem, thought)
     rollout = stage.build_rollout(problem, completion)
     assert (rollout.text, rollout.closed) == (thought, True)
-    sequence = build_solution_pass(
-        Student.of("policy", chat_format=stage.format), rollout.require_view(), None
-    )
+    sequence = pass_of(stage, rollout)
     tokens = sequence.prefix + sequence.rest
     wrap = chat.student_tags.wrap
     system = problem.student_system_prompt
@@ -123,15 +121,12 @@ def test_tokens_are_those_of_stages_4_and_5(tags: Any, smollm2: str, tmp_path: P
 
 
 def test_a_cut_thought_is_followed_by_its_closing_tag(tmp_path: Path) -> None:
-    stage = data(tmp_path)
-    stage.setup("fit")
+    stage = set_up(tmp_path)
     problem = stage.problems[0]
     ids = encode(stage.format.tokenizer, "4 times 3 is")
     rollout = stage.build_rollout(problem, Completion(ids, None, "length"))
     assert not rollout.closed
-    sequence = build_solution_pass(
-        Student.of("policy", chat_format=stage.format), rollout.require_view(), None
-    )
+    sequence = pass_of(stage, rollout)
     text = stage.format.tokenizer.decode(sequence.prefix + sequence.rest)
     assert "<think>\n4 times 3 is</think>\n\n<solution>\n" in text
 
@@ -147,17 +142,14 @@ def solution_scores(model: Any, rows: list[Rollout], empty: list[list[int]] | No
         return slow_log_probs(model, context, problem.solution_ids, TEMPERATURE)
 
     found = torch.stack([one(row.problem, row.require_view().token_ids) for row in rows])
+    without = [one(row.problem, body) for row, body in zip(rows, empty, strict=True)] if empty else None
     return SolutionScores(
         log_probs=found,
         token_mask=torch.ones_like(found, dtype=torch.bool),
         closed=torch.tensor([row.closed for row in rows]),
         lengths=torch.tensor([len(row.require_view().token_ids) - 1 for row in rows]),  # without the line end
         groups=torch.tensor([row.problem.row for row in rows]),
-        empty_log_probs=torch.stack(
-            [one(row.problem, body) for row, body in zip(rows, empty, strict=True)]
-        ).detach()
-        if empty
-        else None,
+        empty_log_probs=torch.stack(without).detach() if without else None,
     )
 
 
@@ -177,14 +169,12 @@ def test_one_step_equals_the_slow_obvious_version(reward: Any, policy_loss: Any,
     likelihood = module(reward=reward, policy_loss=policy_loss, micro_batch_tokens=300)
     fit(tmp_path, likelihood, witness)
     policy = witness.load_policy("miniature")
-    [batch] = witness.batches
-    assert batch.rollouts is not None
-    rows = batch.rollouts.rollouts
+    step, rows = witness.one_step()
     # The tokens of an empty thought are a line end, and then its closing tag.
-    newline = encode(policy_tokenizer(tmp_path), "\n")
+    newline = encode(load_tokenizer("miniature"), "\n")
     scores = solution_scores(policy, rows, [newline] * len(rows) if reward.baseline == "empty" else None)
     rewards = reward(scores)[REWARD].detach()
-    torch.testing.assert_close(batch.step.rewards, rewards, atol=1e-5, rtol=0)
+    torch.testing.assert_close(step.rewards, rewards, atol=1e-5, rtol=0)
 
     advantages = LeaveOneOutAdvantages()(rewards, 4)
     loss = torch.zeros(())
@@ -200,15 +190,8 @@ def test_one_step_equals_the_slow_obvious_version(reward: Any, policy_loss: Any,
     witness.require_gradients(policy, 1e-4)
 
 
-def policy_tokenizer(folder: Path) -> Any:
-    stage = data(folder)
-    stage.setup("fit")
-    return stage.format.tokenizer
-
-
 def test_two_groups_of_one_row_are_compared_apart(tmp_path: Path) -> None:
-    stage = data(tmp_path)
-    stage.setup("fit")
+    stage = set_up(tmp_path)
     texts = ("1</think>", "1 1</think>", "1 1 1</think>", "1 1 1 1</think>")
     ids = [encode(stage.format.tokenizer, text) for text in texts]
     rows = [stage.build_rollout(stage.problems[0], Completion(one, None, "stop")) for one in ids]
@@ -228,26 +211,18 @@ def test_two_groups_of_one_row_are_compared_apart(tmp_path: Path) -> None:
 
 
 def test_each_scorer_reads_with_its_own_weights(tmp_path: Path) -> None:
-    class Move(ReferenceSync):
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            torch.manual_seed(1)
-            for parameter in pl_module.reference.model.parameters():
-                parameter.add_(0.05 * torch.randn_like(parameter))
-
-    for scorer, callbacks in (("reference", [Move()]), ("miniature-teacher", [])):
+    for scorer, callbacks in (("reference", [MovedReference(0.05)]), ("miniature-teacher", [])):
         witness, likelihood = Witness(), module(student=scorer)
         options = {} if scorer == "reference" else {"force_format": True, "student_tokenizer": scorer}
         fit(tmp_path / scorer, likelihood, witness, *callbacks, **options)
-        [batch] = witness.batches
-        assert batch.rollouts is not None
+        step, rows = witness.one_step()
         frozen = likelihood.reference or next(iter(likelihood.models.values()))
         assert len(likelihood.models) == (scorer != "reference")
         assert likelihood.answer_weight == 0
-        rows = batch.rollouts.rollouts
         with torch.no_grad():
             slow = LogProbReward()(solution_scores(frozen.model, rows))[REWARD]
             of_policy = LogProbReward()(solution_scores(likelihood.policy, rows))[REWARD]
-        torch.testing.assert_close(batch.step.rewards, slow, atol=1e-5, rtol=0)
+        torch.testing.assert_close(step.rewards, slow, atol=1e-5, rtol=0)
         assert float((slow - of_policy).abs().max()) > 0.01
 
 
@@ -257,10 +232,8 @@ def test_a_thought_that_is_unnatural_to_the_scorer_costs(estimator: Any, tmp_pat
     reward = RLPRReward(kl_weight=2.0, kl_estimator=estimator)
     likelihood = module(student=scorer, reward=reward, optimizer=OptimizerConfig(lr=1e-12))
     fit(tmp_path, likelihood, witness, force_format=True, student_tokenizer=scorer)
-    [batch] = witness.batches
-    assert batch.rollouts is not None
-    step, expected = batch.step, []
-    for row in batch.rollouts.rollouts:
+    (step, rows), expected = witness.one_step(), []
+    for row in rows:
         context, thought = row.problem.teacher_prompt, row.require_view().compared
         log_p, log_q = (
             model(torch.tensor([context + thought])).logits[0, len(context) - 1 : -1].log_softmax(-1)
@@ -306,9 +279,7 @@ def test_the_policy_reads_thoughts_at_another_temperature(tmp_path: Path) -> Non
 
 
 def test_settings_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        InputError, match="LogProbReward judges thoughts, but the completions of TeacherRLData"
-    ):
+    with pytest.raises(InputError, match=r"LogProbReward judges thoughts, but .* of TeacherRLData"):
         fit(tmp_path, module(), kind=TeacherRLData, student_tokenizer="miniature")
     with pytest.raises(InputError, match=r"NOVERReward compares .* rollouts\.val_completions is 1"):
         fit(tmp_path, module(reward=NOVERReward()), val_rows=2)

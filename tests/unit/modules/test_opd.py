@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlt_lightning.callbacks import ReferenceSync
 from rlt_lightning.datamodules.views import View
 from rlt_lightning.models.lora import LoRA
-from rlt_lightning.modules import OPDModule
 from rlt_lightning.numerics.divergence import Divergence
 from rlt_lightning.rollouts.columns import Record
 from rlt_lightning.types import InputError, Rollout
@@ -80,6 +79,12 @@ def require_same_gradients(witness: Witness, student: Any) -> None:
         torch.testing.assert_close(own, parameter.grad, atol=bound, rtol=0, msg=name)
 
 
+def load_plainly(student: str, teacher: str) -> tuple[Any, Any, Any]:
+    """Both models in float64, and their tokenizer."""
+    models = [AutoModelForCausalLM.from_pretrained(name, dtype=torch.float64) for name in (student, teacher)]
+    return *models, AutoTokenizer.from_pretrained(student)
+
+
 # The loss
 
 
@@ -100,17 +105,14 @@ def test_one_step_equals_full_logits(
     opd = module(miniature, teacher=teacher, divergence=options, group_size=2, micro_batch_tokens=300)
     fit(tmp_path, opd, witness, view=view)
 
-    student = AutoModelForCausalLM.from_pretrained(miniature, dtype=torch.float64)
-    judge = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float64)
-    tokenizer = AutoTokenizer.from_pretrained(miniature)
-    [batch] = witness.batches
-    assert batch.rollouts is not None
-    pairs = [slow_pairs(student, judge, r, view, tokenizer) for r in batch.rollouts.rollouts]
+    student, judge, tokenizer = load_plainly(miniature, teacher)
+    step, rows = witness.one_step()
+    pairs = [slow_pairs(student, judge, row, view, tokenizer) for row in rows]
     values = [slow_divergence(options, *pair) for pair in pairs]
     assert sum(len(own) > 0 for own in values) >= 6
     means = torch.stack([-own.mean() if len(own) else torch.zeros(()) for own in values])
-    torch.testing.assert_close(batch.step.rewards, means.detach().float(), atol=2e-6, rtol=0)
-    assert [len(own) for own in values] == [int(n) for n in batch.step.table[Record("judged_tokens")]]
+    torch.testing.assert_close(step.rewards, means.detach().float(), atol=2e-6, rtol=0)
+    assert [len(own) for own in values] == [int(n) for n in step.table[Record("judged_tokens")]]
 
     loss = torch.cat(values).mean()
     torch.testing.assert_close(witness.metrics[0]["policy/loss"], loss.detach().float(), atol=1e-6, rtol=0)
@@ -121,12 +123,9 @@ def test_one_step_equals_full_logits(
 def test_sampled_gradient_is_log_ratio_times_score(miniature: str, teacher: str, tmp_path: Path) -> None:
     witness = Witness()
     fit(tmp_path, module(miniature, teacher=teacher, estimator="sampled"), witness)
-    student = AutoModelForCausalLM.from_pretrained(miniature, dtype=torch.float64)
-    judge = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float64)
-    tokenizer = AutoTokenizer.from_pretrained(miniature)
+    student, judge, tokenizer = load_plainly(miniature, teacher)
     terms = []
-    assert witness.batches[0].rollouts is not None
-    for row in witness.batches[0].rollouts.rollouts:
+    for row in witness.one_step()[1]:
         own, theirs = slow_pairs(student, judge, row, "explanation", tokenizer)
         start = len(tokenizer.encode("<think>\n", add_special_tokens=False))
         sampled = torch.tensor(row.completion.token_ids[start : start + len(own)], dtype=torch.long)[:, None]
@@ -173,19 +172,10 @@ def test_averaged_teacher_moves(miniature: str, tmp_path: Path) -> None:
 # Refusals
 
 
-@pytest.mark.parametrize("temperature", [0.0, -1.0])
-def test_a_temperature_is_positive(temperature: float) -> None:
-    with pytest.raises(InputError, match=r"model\.temperature above 0"):
-        OPDModule(temperature=temperature)
-
-
-def test_averaged_needs_the_callback(miniature: str, tmp_path: Path) -> None:
+def test_teachers_that_cannot_judge_are_refused(miniature: str, tiny_model: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="ReferenceSync need each other"):
         fit(tmp_path, module(miniature, teacher_weights="averaged"))
-
-
-def test_another_tokenizer_needs_the_sampled_form(miniature: str, tiny_model: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="compares spans of text"):
+    with pytest.raises(InputError, match="compares spans of text"):  # of two tokenizers
         fit(tmp_path, module(miniature, teacher=tiny_model))
 
 

@@ -79,20 +79,12 @@ def of_completion(
 
 
 def test_equal_and_nested_reads_of_a_row_are_one_sequence() -> None:
-    step, calls = read(
-        lambda rollout: [
-            of_completion("begin", rollout, end=2),
-            of_completion("whole", rollout),
-            of_completion("again", rollout, first=1),
-        ]
-    )
+    reads = {"begin": {"end": 2}, "whole": {}, "again": {"first": 1}}
+    step, calls = read(lambda rollout: [of_completion(n, rollout, **options) for n, options in reads.items()])
     assert calls == [(POLICY, [5, 6, 7, 5, 8])]
     # At the temperature of sampling, 0.5.
-    assert {name: rows[0].tolist() for name, rows in step.tokens.items()} == {
-        "whole": [-10, -12, -14],
-        "begin": [-10, -12],
-        "again": [-12, -14],
-    }
+    expected = {"whole": [-10, -12, -14], "begin": [-10, -12], "again": [-12, -14]}
+    assert {name: rows[0].tolist() for name, rows in step.tokens.items()} == expected
     assert step.tokens["whole"][1].tolist() == [-10, -16]
 
 
@@ -196,7 +188,5 @@ def test_all_ranks_ask_who_lacks_log_probs_whatever_their_rows_declare() -> None
 
 
 def test_what_is_not_finite_is_named_with_its_row() -> None:
-    with pytest.raises(
-        NonFiniteError, match=r"Every log-prob 'cold' of policy must be finite, but row\(s\) 9 have -inf"
-    ):
+    with pytest.raises(NonFiniteError, match=r"log-prob 'cold' of policy .* row\(s\) 9 have -inf"):
         read(lambda rollout: [of_completion("cold", rollout, temperature=1e-45)])

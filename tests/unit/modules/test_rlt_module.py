@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cases import needs_gpu
-from grpo import TEMPERATURE, Witness, data, module, rollout_callback, slow_log_probs
+from grpo import TEMPERATURE, MovedReference, Witness, data, fit, module, rollout_callback, slow_log_probs
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
@@ -18,7 +18,7 @@ from trainers import bare_trainer
 
 from rlt_lightning.callbacks import ReferenceSync, RolloutCallback
 from rlt_lightning.checkpoints.io import FolderCheckpointIO
-from rlt_lightning.engines import HFEngine, SampleRequest, Sampling
+from rlt_lightning.engines import HFEngine, Sampling
 from rlt_lightning.models.packed import HeadOptions
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.credits import RatioCredit, RewardCredit, TokenCredit
@@ -51,28 +51,17 @@ def slow_reward(policy: Any, student: Any, rollout: Rollout) -> float:
 
 
 def test_one_step_equals_the_slow_obvious_version(tiny_model: str, tmp_path: Path) -> None:
-    # A reference that differs from the policy, so that the KL penalty has a gradient.
-    class MovedReference(Callback):
-        def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-            torch.manual_seed(1)
-            for parameter in pl_module.reference.model.parameters():
-                parameter.add_(0.02 * torch.randn_like(parameter))
-
     witness = Witness()
     rlt = module(tiny_model, micro_batch_tokens=300, head=HeadOptions(1))  # several micro-batches and blocks
-    bare_trainer(tmp_path, rollout_callback(), MovedReference(), witness).fit(
-        rlt, datamodule=data(tiny_model, tmp_path)
-    )
+    fit(tmp_path, rlt, MovedReference(0.02), witness)  # else the KL penalty has no gradient
 
     policy = witness.load_policy(tiny_model)
-    [batch] = witness.batches
-    assert batch.rollouts is not None
+    step, rows = witness.one_step()
     assert rlt.reference is not None
-    rows = batch.rollouts.rollouts
     rewards = torch.tensor([slow_reward(policy, next(iter(rlt.models.values())).model, row) for row in rows])
-    torch.testing.assert_close(batch.step.rewards, rewards, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(step.rewards, rewards, atol=1e-5, rtol=1e-5)
 
-    advantages = GroupNormalisedAdvantages()(batch.step.rewards, 4)  # their scale magnifies rounding
+    advantages = GroupNormalisedAdvantages()(step.rewards, 4)  # their scale magnifies rounding
     loss = torch.zeros(())
     for row, advantage in zip(rows, advantages, strict=True):
         prompt, completion = row.problem.teacher_prompt, row.completion.token_ids
@@ -94,7 +83,7 @@ def one_step(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Score
     """A module that has made one step at a learning rate of almost 0, its rollouts and their scores."""
     witness, folder = Witness(), tmp_path_factory.mktemp("one_step")
     rlt = module(tiny_model, optimizer=OptimizerConfig(lr=1e-30))
-    bare_trainer(folder, rollout_callback(), witness).fit(rlt, datamodule=data(tiny_model, folder))
+    fit(folder, rlt, witness)
     [batch] = witness.batches
     assert batch.rollouts is not None
     return rlt, batch.rollouts, batch.step
@@ -139,9 +128,7 @@ class LyingEngine(HFEngine):
         super().__init__()
         self.nats = nats
 
-    def sample(
-        self, requests: Sequence[SampleRequest], sampling: Sampling, stop: str
-    ) -> Iterator[tuple[int, Completion]]:
+    def sample(self, requests: Any, sampling: Any, stop: str) -> Iterator[tuple[int, Completion]]:
         for number, completion in super().sample(requests, sampling, stop):
             assert completion.log_probs is not None
             told = [value - self.nats for value in completion.log_probs]
@@ -149,9 +136,7 @@ class LyingEngine(HFEngine):
 
 
 @pytest.mark.parametrize("temperature", [0.0, TEMPERATURE])
-def test_held_out_rewards_take_the_trainers_log_probs(
-    temperature: float, tiny_model: str, tmp_path: Path
-) -> None:
+def test_held_out_rewards_are_the_trainers(temperature: float, tiny_model: str, tmp_path: Path) -> None:
     found = []
     for nats in (0.0, 0.5):
         sampling = Sampling(temperature=temperature, max_completion_length=12)
@@ -177,9 +162,7 @@ def test_given_tokens_cost_one_pass_over_each_prompt(scored: Scored) -> None:
 
 @pytest.mark.parametrize("estimator", ["k1", "k3", "exact"])
 @pytest.mark.parametrize("source", ["rollout", "recompute"])
-def test_score_given_adds_the_given_tokens_and_nothing_else(
-    estimator: Any, source: Any, scored: Scored
-) -> None:
+def test_score_given_adds_only_the_given_tokens(estimator: Any, source: Any, scored: Scored) -> None:
     rlt, rollouts, _ = scored
     rlt.teacher_log_probs = source
     rlt.reward = RLTReward(kl_estimator=estimator)
@@ -203,11 +186,8 @@ def test_explanations_without_a_token_have_no_kl(estimator: Any, scored: Scored)
     rlt, rollouts, _ = scored
     rlt.teacher_log_probs = "recompute"
     rlt.reward = RLTReward(kl_estimator=estimator)
-    nothing = {"token_ids": [], "num_tokens": 0, "num_own": 0}
-    empty = [
-        replace(row, view=replace(row.require_view(), **nothing), text="")  # type: ignore[arg-type]
-        for row in rollouts.rollouts
-    ]
+    nothing: Any = {"token_ids": [], "num_tokens": 0, "num_own": 0}
+    empty = [replace(r, view=replace(r.require_view(), **nothing), text="") for r in rollouts.rollouts]
     scores = rlt.score(replace(rollouts, rollouts=empty))
     assert {len(values) for values in scores.tokens["kl"].values()} == {0}
     assert scores.table[Term("kl")].abs().max() == 0
@@ -267,10 +247,7 @@ def test_offloaded_models_are_loaded_into_main_memory(
 
     monkeypatch.setattr(RLTModule, "load", watched)
     rlt = module(tiny_model, offload_frozen=True, policy_loss=GRPOLoss(kl_coef=0.1))
-    strategy = SingleDeviceStrategy(torch.device("cpu", 0))
-    bare_trainer(tmp_path, rollout_callback(), strategy=strategy).fit(
-        rlt, datamodule=data(tiny_model, tmp_path)
-    )
+    fit(tmp_path, rlt, strategy=SingleDeviceStrategy(torch.device("cpu", 0)))
     assert defaults == {
         "the trained model": torch.device("cpu", 0),
         "the frozen student": torch.device("cpu"),
@@ -303,17 +280,15 @@ def test_weights_that_a_token_goes_through_by_hand(tiny_model: str) -> None:
 def test_gradients_are_clipped_to_the_global_norm(tiny_model: str, tmp_path: Path) -> None:
     witness = Witness()
     rlt = module(tiny_model, optimizer=OptimizerConfig(lr=1e-3, max_grad_norm=0.01))
-    fitted = bare_trainer(tmp_path, rollout_callback(), witness)
-    fitted.fit(rlt, datamodule=data(tiny_model, tmp_path))
+    fitted = fit(tmp_path, rlt, witness)
     norm = torch.stack([gradient.norm() for gradient in witness.gradients.values()]).norm()
     torch.testing.assert_close(norm, torch.tensor(0.01), rtol=1e-3, atol=0)
     assert fitted.callback_metrics["policy/grad_norm"] > 0.1  # as it was before
 
 
 def test_student_and_reference_are_in_no_optimizer_and_no_checkpoint(tiny_model: str, tmp_path: Path) -> None:
-    rlt, fitted = module(tiny_model), bare_trainer(tmp_path, rollout_callback())
-    fitted.fit(rlt, datamodule=data(tiny_model, tmp_path))
-    fitted.save_checkpoint(tmp_path / "one.ckpt")
+    rlt = module(tiny_model)
+    fit(tmp_path, rlt).save_checkpoint(tmp_path / "one.ckpt")
     saved = torch.load(tmp_path / "one.ckpt", weights_only=True)["state_dict"]
     assert all(name.startswith("entry.model.") for name in saved)
     assert {id(p) for p in rlt.parameters()} == {id(p) for p in rlt.policy.parameters()}
@@ -326,13 +301,11 @@ def test_student_and_reference_are_in_no_optimizer_and_no_checkpoint(tiny_model:
 
 def test_reference_moves_by_alpha_every_n_steps(tiny_model: str, tmp_path: Path) -> None:
     rlt = module(tiny_model)
-    sync = ReferenceSync(every_n_steps=2, alpha=0.9)
     initial = module(tiny_model).load(tiny_model, "float32").model.state_dict()
-    bare_trainer(tmp_path, rollout_callback(), sync, steps=2).fit(rlt, datamodule=data(tiny_model, tmp_path))
+    fit(tmp_path, rlt, ReferenceSync(every_n_steps=2, alpha=0.9), steps=2)
     assert rlt.reference is not None
-    for (name, reference), policy in zip(
-        rlt.reference.model.named_parameters(), rlt.policy.parameters(), strict=True
-    ):
+    named = rlt.reference.model.named_parameters()
+    for (name, reference), policy in zip(named, rlt.policy.parameters(), strict=True):
         torch.testing.assert_close(reference, 0.9 * policy + 0.1 * initial[name])
         assert not reference.requires_grad
     assert (tmp_path / "reference" / "step=000002" / "model.safetensors").is_file()
@@ -348,8 +321,7 @@ def test_a_resumed_run_has_the_reference_that_had_moved(tiny_model: str, tmp_pat
 
     checkpoint, moved = tmp_path / "checkpoints" / "step=000001.ckpt", module(tiny_model)
     options: dict[str, Any] = {"plugins": [FolderCheckpointIO()]}
-    first = bare_trainer(tmp_path, rollout_callback(4), ReferenceSync(every_n_steps=1), **options)
-    first.fit(moved, datamodule=data(tiny_model, tmp_path))
+    first = fit(tmp_path, moved, rollout_callback(4), ReferenceSync(every_n_steps=1), **options)
     first.save_checkpoint(checkpoint)
     start, sync = AtStart(), ReferenceSync(every_n_steps=5)
     resumed = bare_trainer(tmp_path, rollout_callback(4), sync, start, steps=2, **options)
@@ -364,16 +336,8 @@ def test_a_resumed_run_has_the_reference_that_had_moved(tiny_model: str, tmp_pat
 
 def test_without_kl_penalty_no_reference_is_held(tiny_model: str, tmp_path: Path) -> None:
     rlt = module(tiny_model, policy_loss=GRPOLoss(kl_coef=0.0))
-    bare_trainer(tmp_path, rollout_callback()).fit(rlt, datamodule=data(tiny_model, tmp_path))
+    fit(tmp_path, rlt)
     assert rlt.reference is None
-
-
-def test_a_credit_asks_a_model_that_is_there(tiny_model: str, tmp_path: Path) -> None:
-    rlt = module(tiny_model)
-    rlt.credit = RewardCredit() + RatioCredit(by="nonsense")
-    with pytest.raises(InputError, match=f"may ask policy, reference, {tiny_model}, but asks nonsense"):
-        bare_trainer(tmp_path, rollout_callback()).fit(rlt, datamodule=data(tiny_model, tmp_path))
-    assert rlt.policy is None
 
 
 class GhostReward(RLTReward):
@@ -387,21 +351,21 @@ class NoReward(RLTReward):
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("name", "value", "message"),
     [
-        ({"reward": GhostReward()}, "names the model 'ghost', but this run has policy"),
-        ({"reward": NoReward()}, "must have REWARD"),
-        ({"credit": RewardCredit() + TokenCredit("stepz")}, "token column 'stepz', but there are"),
+        ("reward", GhostReward(), "names the model 'ghost', but this run has policy"),
+        ("reward", NoReward(), "must have REWARD"),
+        ("credit", RewardCredit() + TokenCredit("stepz"), "token column 'stepz', but there are"),
+        ("credit", RewardCredit() + RatioCredit(by="nobody"), r"may ask policy, .*, but asks nobody"),
     ],
+    ids=["model", "reward", "column", "credit"],
 )
-def test_names_that_nothing_has_are_refused(
-    settings: dict[str, Any], message: str, tiny_model: str, tmp_path: Path
-) -> None:
+def test_unknown_names_fail(name: str, value: Any, message: str, tiny_model: str, tmp_path: Path) -> None:
     rlt = module(tiny_model)
-    for name, value in settings.items():
-        setattr(rlt, name, value)
+    setattr(rlt, name, value)
     with pytest.raises(InputError, match=message):
-        bare_trainer(tmp_path, rollout_callback()).fit(rlt, datamodule=data(tiny_model, tmp_path))
+        fit(tmp_path, rlt)
+    assert (rlt.policy is None) == ("ask" in message)  # a credit says by itself whom it asks
 
 
 def test_forgetting_the_rollout_callback_is_loud(tiny_model: str, tmp_path: Path) -> None:
@@ -418,7 +382,7 @@ def test_stale_rollouts_are_refused(tiny_model: str, tmp_path: Path) -> None:
 
     late = Late(sampling=Sampling(max_completion_length=4))
     with pytest.raises(RuntimeError, match=r"max_staleness=0 .* version 0 at step 1"):
-        bare_trainer(tmp_path, late, steps=2).fit(module(tiny_model), datamodule=data(tiny_model, tmp_path))
+        fit(tmp_path, module(tiny_model), late, steps=2)
 
 
 def test_nan_in_the_student_stops_the_run_and_names_row_and_term(tiny_model: str, tmp_path: Path) -> None:
@@ -427,9 +391,7 @@ def test_nan_in_the_student_stops_the_run_and_names_row_and_term(tiny_model: str
             next(iter(pl_module.models.values())).model.get_output_embeddings().weight.data[0] = torch.nan
 
     with pytest.raises(NonFiniteError, match=r"log-prob 'solution' of \S+ must be finite, but row\(s\) \d+"):
-        bare_trainer(tmp_path, rollout_callback(), Poison()).fit(
-            module(tiny_model), datamodule=data(tiny_model, tmp_path)
-        )
+        fit(tmp_path, module(tiny_model), Poison())
 
 
 @dataclass(frozen=True)
@@ -452,76 +414,63 @@ class InfiniteLoss(GRPOLoss):
 
 
 @pytest.mark.parametrize(
-    ("options", "value", "maker", "found"),
+    ("options", "message"),
     [
-        ({"reward": LogTerm()}, "term 'luck'", "LogTerm", "-inf"),
-        ({"policy_loss": InfiniteLoss()}, "loss", "InfiniteLoss", "inf"),
+        (
+            {"reward": LogTerm()},
+            r"Every term 'luck' of LogTerm .* row\(s\) \d.* have -inf\. .*correct LogTerm",
+        ),
+        (
+            {"policy_loss": InfiniteLoss()},
+            r"Every loss of InfiniteLoss .* row\(s\) \d.* have inf\. .*correct I",
+        ),
     ],
     ids=["term", "loss"],
 )
-def test_a_class_that_makes_nan_or_inf_is_named(
-    options: dict[str, Any], value: str, maker: str, found: str, tiny_model: str, tmp_path: Path
-) -> None:
-    with pytest.raises(
-        NonFiniteError,
-        match=rf"Every {value} of {maker} must be finite, but row\(s\) \d.* have {found}\. .*correct {maker}",
-    ):
-        bare_trainer(tmp_path, rollout_callback()).fit(
-            module(tiny_model, **options), datamodule=data(tiny_model, tmp_path)
-        )
+def test_a_class_that_makes_inf_is_named(options: Any, message: str, tiny_model: str, tmp_path: Path) -> None:
+    with pytest.raises(NonFiniteError, match=message):
+        fit(tmp_path, module(tiny_model, **options))
 
 
 def test_validation_inside_fit_logs_held_out_reward_and_its_terms(tiny_model: str, tmp_path: Path) -> None:
-    fitted = bare_trainer(
-        tmp_path, rollout_callback(), steps=2, val_check_interval=2, check_val_every_n_epoch=None
-    )
+    options = {"steps": 2, "val_check_interval": 2, "check_val_every_n_epoch": None}
+    fitted = bare_trainer(tmp_path, rollout_callback(), **options)
     fitted.fit(module(tiny_model), datamodule=data(tiny_model, tmp_path, val_rows=3))
     metrics = {name: float(value) for name, value in fitted.callback_metrics.items() if "val_" in name}
-    assert metrics.keys() == {
-        "reward/val_mean",
-        "reward/val_solution",
-        "reward/val_kl",
-        "reward/val_format",
-        "rollout/val_length_mean",
-        "rollout/val_closed_frac",
-        "rollout/val_mismatch_max",
-    }
-    terms = metrics["reward/val_solution"] + metrics["reward/val_kl"] + metrics["reward/val_format"]
-    assert metrics["reward/val_mean"] == pytest.approx(terms, abs=1e-4)
-
-
-def test_a_completion_that_cannot_fit_the_context_stops_before_a_model_is_loaded(
-    tiny_model: str, tmp_path: Path
-) -> None:
-    rlt = module(tiny_model)
-    with pytest.raises(InputError, match=r"teacher's context of 2048 tokens, but row \d+ needs"):
-        bare_trainer(tmp_path, rollout_callback(length=2040)).fit(rlt, datamodule=data(tiny_model, tmp_path))
-    assert rlt.policy is None
+    terms = {f"reward/val_{name}" for name in ("solution", "kl", "format")}
+    others = {f"rollout/val_{name}" for name in ("length_mean", "closed_frac", "mismatch_max")}
+    assert metrics.keys() == {"reward/val_mean"} | terms | others
+    assert metrics["reward/val_mean"] == pytest.approx(sum(metrics[name] for name in terms), abs=1e-4)
 
 
 @pytest.mark.parametrize(
-    ("options", "settings", "message"),
+    ("settings", "options", "length", "message"),
     [
-        ({"precision": "bf16-true"}, {}, "trainer.precision must be 32-true or bf16-mixed, but is bf16-true"),
-        ({"precision": "64-true"}, {}, "trainer.precision must be 32-true or bf16-mixed, but is 64-true"),
-        ({}, {"dtype": "float16"}, "model.dtype of a trained model must be float32 or bfloat16"),
+        (
+            {},
+            {"precision": "bf16-true"},
+            12,
+            "trainer.precision must be 32-true or bf16-mixed, but is bf16-true",
+        ),
+        ({}, {"precision": "64-true"}, 12, "trainer.precision must be 32-true or bf16-mixed, but is 64-true"),
+        ({"dtype": "float16"}, {}, 12, "model.dtype of a trained model must be float32 or bfloat16"),
+        ({}, {}, 2040, r"teacher's context of 2048 tokens, but row \d+ needs"),
     ],
+    ids=["bfloat16", "float64", "float16", "context"],
 )
-def test_number_types_that_training_does_not_work_in_are_refused(
-    options: dict[str, Any], settings: dict[str, Any], message: str, tiny_model: str, tmp_path: Path
+def test_what_cannot_train_is_refused_before_a_model_is_loaded(
+    settings: Any, options: Any, length: int, message: str, tiny_model: str, tmp_path: Path
 ) -> None:
     rlt = module(tiny_model, **settings)
     with pytest.raises(InputError, match=message):
-        bare_trainer(tmp_path, rollout_callback(), **options).fit(rlt, datamodule=data(tiny_model, tmp_path))
+        fit(tmp_path, rlt, rollout_callback(length), **options)
     assert rlt.policy is None
 
 
 class EqualEngine(HFEngine):
     """Gives all completions of a problem the same tokens, with log-probs that rounding tells apart."""
 
-    def sample(
-        self, requests: Sequence[SampleRequest], sampling: Sampling, stop: str
-    ) -> Iterator[tuple[int, Completion]]:
+    def sample(self, requests: Any, sampling: Any, stop: str) -> Iterator[tuple[int, Completion]]:
         firsts: dict[tuple[int, ...], Completion] = {}
         prompts = {number: tuple(requests[number // 4].prompt) for number in range(4 * len(requests))}
         for number, completion in super().sample(requests, sampling, stop):
@@ -533,7 +482,6 @@ class EqualEngine(HFEngine):
 def test_group_of_equal_completions_has_no_spread(tiny_model: str, tmp_path: Path) -> None:
     witness = Witness()
     rlt = module(tiny_model, policy_loss=GRPOLoss(kl_coef=0.0), micro_batch_tokens=700)
-    fitted = bare_trainer(tmp_path, rollout_callback(engine=EqualEngine()), witness)
-    fitted.fit(rlt, datamodule=data(tiny_model, tmp_path))
+    fitted = fit(tmp_path, rlt, rollout_callback(engine=EqualEngine()), witness)
     assert fitted.callback_metrics["reward/zero_std_frac"] == 1
     assert not any(gradient.any() for gradient in witness.gradients.values())

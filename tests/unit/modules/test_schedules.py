@@ -30,9 +30,7 @@ class LearningRates(Callback):
 
 
 @pytest.mark.parametrize("scheduler", ["constant", "linear", "cosine"])
-def test_learning_rate_rises_linearly_and_then_follows_its_schedule_also_after_a_resume(
-    scheduler: str, tiny_model: str, tmp_path: Path
-) -> None:
+def test_learning_rates_follow_their_schedule(scheduler: str, tiny_model: str, tmp_path: Path) -> None:
     # 8 steps, a quarter of them warm-up: 0, 1/2 of the peak, then six steps from the peak on.
     after = {
         "constant": [1.0] * 6,
@@ -44,16 +42,9 @@ def test_learning_rate_rises_linearly_and_then_follows_its_schedule_also_after_a
     def fit(resume: Path | None, max_epochs: int = 2) -> list[float]:
         rates = LearningRates()
         data = TeacherSFTData(tokenizer=tiny_model, num_embedded_rows=8, prompts_per_step=2)
-        trainer = Trainer(
-            default_root_dir=tmp_path,
-            accelerator="cpu",
-            max_epochs=max_epochs,
-            callbacks=[rates],
-            plugins=[FolderCheckpointIO()],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-        )
+        off: Any = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+        options = {"accelerator": "cpu", "max_epochs": max_epochs, "callbacks": [rates]}
+        trainer = Trainer(default_root_dir=tmp_path, plugins=[FolderCheckpointIO()], **options, **off)
         trainer.fit(SFTModule(pretrained=tiny_model, optimizer=optimizer), datamodule=data, ckpt_path=resume)
         return rates.values
 

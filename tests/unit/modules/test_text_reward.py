@@ -12,6 +12,7 @@ from commands import rlt
 from fits import metrics
 from grpo import rollout_callback
 from lightning.pytorch import Callback
+from rows_of import write_rows
 from trainers import bare_trainer
 
 from rlt_lightning.datamodules import StratosDataModule, StudentRLData
@@ -42,28 +43,7 @@ def in_tags(solution: str) -> str:
 
 def data(model: str, folder: Path, **options: Any) -> StratosDataModule:
     settings = {"source": "chains", "num_embedded_rows": 8, "prompts_per_step": 2}
-    kind = options.pop("kind", StudentRLData)
-    return kind(tokenizer=model, output_dir=str(folder), **settings | options)
-
-
-def student_fit(model: str, folder: Path, *options: str) -> list[str]:
-    """`rlt fit` of traditional RL at tiny size: a few seconds."""
-    return [
-        "fit",
-        "--config=research/configs/correctness.yaml",
-        "--data.source=chains",
-        "--data.val_source=chains",
-        f"--model.teacher={model}",
-        "--model.group_size=2",
-        "--model.optimizer.lr=1e-3",
-        "--model.optimizer.scheduler=constant",
-        "--data.num_embedded_rows=10",
-        "--data.prompts_per_step=2",
-        "--data.val_rows=2",
-        "--rollouts.sampling.max_completion_length=6",
-        f"--output_dir={folder}",
-        *options,
-    ]
+    return StudentRLData(tokenizer=model, output_dir=str(folder), **settings | options)
 
 
 # The reward
@@ -89,12 +69,10 @@ MAKE_35 = {"kind": "countdown", "numbers": [3, 4, 5], "target": 35}
         ("", {"answer": "7"}, (-1.0, 0, 0)),
     ],
 )
-def test_an_answer_earns_what_the_paper_says(
-    text: str, columns: dict[str, Any], expected: tuple[float, int, int], judging: CorrectnessReward
-) -> None:
+def test_an_answer_earns_what_the_paper_says(text: str, columns: Any, expected: Any, judging: Any) -> None:
     terms = judging([answer(text, **columns)], R1)
-    assert (*(terms[name].item() for name in (REWARD, Level("correct"), Level("formatted"))),) == expected
-    assert terms[Level("timed_out")].item() == 0
+    names = (REWARD, Level("correct"), Level("formatted"), Level("timed_out"))
+    assert tuple(terms[name].item() for name in names) == (*expected, 0)
 
 
 @pytest.fixture(scope="module")
@@ -107,22 +85,11 @@ def judging() -> Any:
     reward.close()
 
 
-def test_a_better_answer_may_not_earn_less() -> None:
-    CorrectnessReward(right=2.0, wrong=0.0, unformatted=0.0)
-    for figures in ((0.0, 0.0, -1.0), (1.0, -1.0, -0.5), (float("nan"), 0.0, 0.0)):
-        with pytest.raises(InputError, match="right must be above wrong"):
-            CorrectnessReward(*figures)
+def test_a_wrong_answer_may_earn_as_much_as_none() -> None:
+    assert CorrectnessReward(right=2.0, wrong=0.0, unformatted=0.0).wrong == 0
 
 
 # Its rows
-
-
-def rows_of(tmp_path: Path, model: str, rows: list[dict[str, Any]]) -> StratosDataModule:
-    source = tmp_path / "rows.jsonl"
-    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    made = data(model, tmp_path, source=str(source), prompts_per_step=1, max_bad_frac=0.9)
-    made.setup("fit")
-    return made
 
 
 def test_rows_need_an_answer_and_no_solution(tiny_model: str, tmp_path: Path) -> None:
@@ -139,12 +106,13 @@ def test_rows_need_an_answer_and_no_solution(tiny_model: str, tmp_path: Path) ->
         {"question": "1 + 5?", "answer": {"value": 6}},
         {"question": "1 + 6?", "answer": "???", "solution": r"\boxed{7}"},
     ]
-    made = rows_of(tmp_path, tiny_model, rows)
+    source = write_rows(tmp_path / "rows.jsonl", rows)
+    made = data(tiny_model, tmp_path, source=source, prompts_per_step=1, max_bad_frac=0.9)
+    made.setup("fit")
     assert [problem.row for problem in made.problems] == [1, 2, 3, 4, 5]
     reasons = {row: str(error.reason) for row, error in made.reports[0].bad}
-    assert reasons == {6: "no_answer", 7: "wrong_type", 8: "wrong_type", 9: "missing_column"} | dict.fromkeys(
-        (10, 11), "bad_answer"
-    )
+    expected = {6: "no_answer", 7: "wrong_type", 8: "wrong_type", 9: "missing_column"}
+    assert reasons == expected | {10: "bad_answer", 11: "bad_answer"}
     terms = CorrectnessReward()
     answers = ["18", "2", "3", "B", r"\boxed{(3 + 4) * 5}"]
     right = [
@@ -155,9 +123,7 @@ def test_rows_need_an_answer_and_no_solution(tiny_model: str, tmp_path: Path) ->
     terms.close()
 
 
-def test_a_prompt_is_what_the_student_sees_and_an_answer_its_whole_turn(
-    tiny_model: str, tmp_path: Path
-) -> None:
+def test_the_student_writes_its_whole_turn(tiny_model: str, tmp_path: Path) -> None:
     made = data(tiny_model, tmp_path, tags="r1", student_system_prompt="Think.")
     made.setup("fit")
     tokenizer = made.format.tokenizer
@@ -197,12 +163,14 @@ def test_the_judge_ends_with_a_run_that_fails(tiny_model: str, tmp_path: Path) -
 @pytest.mark.full
 def test_two_processes_judge_their_own(tiny_model: str, tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
-    options = ["--trainer.max_steps=2", "--rollouts.sampling.max_completion_length=16"]
-    options += [f"--data.tags={json.dumps(vars(LETTERS))}"]
-    result = rlt(*student_fit(tiny_model, one, *options))
-    assert result.returncode == 0, result.stderr
-    result = rlt(*student_fit(tiny_model, two, *options, "--trainer.devices=2", "--trainer.strategy=ddp"))
-    assert result.returncode == 0, result.stderr
+    words = ["fit", "--config=research/configs/correctness.yaml", f"--model.teacher={tiny_model}"]
+    words += ["--data.source=chains", "--data.val_source=chains", "--data.num_embedded_rows=10"]
+    words += ["--data.prompts_per_step=2", "--data.val_rows=2", f"--data.tags={json.dumps(vars(LETTERS))}"]
+    words += ["--model.group_size=2", "--model.optimizer.lr=1e-3", "--model.optimizer.scheduler=constant"]
+    words += ["--rollouts.sampling.max_completion_length=16", "--trainer.max_steps=2"]
+    for folder, ranks in ((one, []), (two, ["--trainer.devices=2", "--trainer.strategy=ddp"])):
+        result = rlt(*words, *ranks, f"--output_dir={folder}")
+        assert result.returncode == 0, result.stderr
     for name in ("reward/mean", "reward/formatted", "reward/correct"):
         assert metrics(two)[1][name] == pytest.approx(metrics(one)[1][name]), name
 

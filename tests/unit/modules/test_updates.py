@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from grpo import TEMPERATURE, Witness, data, module, rollout_callback, slow_log_probs
+from grpo import TEMPERATURE, Witness, fit, module, slow_log_probs
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from trainers import bare_trainer
@@ -52,9 +52,8 @@ def update_slowly(
             rows = slice(first, first + size)
             values, mask = log_probs(rollouts[rows])
             padded = torch.nn.utils.rnn.pad_sequence(old[rows], batch_first=True)
-            value, _ = loss(
-                log_probs=values, old_log_probs=padded, advantages=advantages[rows], token_mask=mask
-            )
+            columns = {"log_probs": values, "old_log_probs": padded, "token_mask": mask}
+            value, _ = loss(advantages=advantages[rows], **columns)
             gradients = torch.autograd.grad(value, list(policy.parameters()))
             with torch.no_grad():
                 for parameter, gradient in zip(policy.parameters(), gradients, strict=True):
@@ -76,23 +75,15 @@ def test_updates_equal_the_slow_obvious_ones(
     loss: PolicyLoss, updates: int, epochs: int, tiny_model: str, tmp_path: Path
 ) -> None:
     witness = Witness()
-    rlt = PlainSteps(
-        tiny_model,
-        tiny_model,
-        group_size=4,
-        policy_loss=loss,
-        updates_per_rollout=updates,
-        num_epochs=epochs,
-        micro_batch_tokens=300,
-    )
+    settings: dict[str, Any] = {"group_size": 4, "policy_loss": loss, "micro_batch_tokens": 300}
+    settings |= {"updates_per_rollout": updates, "num_epochs": epochs}
+    rlt = PlainSteps(tiny_model, tiny_model, **settings)
     rlt.optimizer_config = module(tiny_model).optimizer_config  # no clipping
-    fitted = bare_trainer(tmp_path, rollout_callback(), witness)
-    fitted.fit(rlt, datamodule=data(tiny_model, tmp_path))
+    fitted = fit(tmp_path, rlt, witness)
     assert fitted.global_step == 1
-    [batch] = witness.batches
+    step, rollouts = witness.one_step()
     policy = witness.load_policy(tiny_model)
-    rollouts = batch.rollouts.rollouts  # type: ignore[union-attr]
-    steps = update_slowly(policy, rollouts, batch.step.rewards, loss, updates, epochs)
+    steps = update_slowly(policy, rollouts, step.rewards, loss, updates, epochs)
     before, after = witness.weights_before, dict(rlt.policy.named_parameters())
     for name, expected in steps[-1].items():
         # The weights of a norm are near 1 and move little: their last digit counts.

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from cases import full
-from lightning.pytorch import Trainer
 from tiny import StrictEntry
 from torch import Tensor
+from trainers import bare_trainer
 
 from rlt_lightning.datamodules import TeacherSFTData
 from rlt_lightning.models.load import load_model
@@ -21,9 +21,7 @@ from rlt_lightning.types import InputError
 
 
 @pytest.mark.full
-def test_the_check_runs_in_the_precision_of_the_run(
-    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_check_has_the_runs_precision(tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     seen = []
 
     def watched(run: Any, *arguments: Any) -> str:
@@ -33,10 +31,7 @@ def test_the_check_runs_in_the_precision_of_the_run(
     monkeypatch.setattr(policy, "verify_layout", watched)
     data = TeacherSFTData(tokenizer=tiny_model, num_embedded_rows=2, prompts_per_step=2)
     for precision, expected in (("bf16-mixed", torch.bfloat16), ("32-true", torch.float32)):
-        Trainer(
-            default_root_dir=tmp_path, accelerator="cpu", max_steps=1, logger=False, precision=precision,
-            enable_checkpointing=False, enable_progress_bar=False,
-        ).fit(SFTModule(pretrained=tiny_model), datamodule=data)  # type: ignore[arg-type]  # fmt: skip
+        bare_trainer(tmp_path, precision=precision).fit(SFTModule(pretrained=tiny_model), datamodule=data)
         assert seen.pop() == expected
 
 

@@ -246,9 +246,7 @@ def attached(rlt: RLTModule, engine: Engine, *settings: Any, **options: Any) -> 
     ("engine", "asynchronous", "expected"),
     [(HFEngine(), False, None), (OUTSIDE, False, "level token, cap 2"), (OUTSIDE, True, None)],
 )
-def test_auto_weighs_what_another_process_samples(
-    engine: Engine, asynchronous: bool, expected: str | None
-) -> None:
+def test_auto_weighs_what_others_sample(engine: Engine, asynchronous: bool, expected: str | None) -> None:
     rlt = attached(RLTModule(), engine, asynchronous=asynchronous)
     found = None if rlt.importance_weights is None else str(rlt.importance_weights)
     assert found == expected

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event
@@ -23,7 +23,7 @@ from sampling import build_requests
 from trainers import bare_trainer
 
 from rlt_lightning.callbacks import RolloutCallback
-from rlt_lightning.engines import EngineError, HFEngine, SampleRequest, Sampling, WorkersLost
+from rlt_lightning.engines import EngineError, HFEngine, Sampling, WorkersLost
 from rlt_lightning.engines.threads import run_in_background
 from rlt_lightning.modules.rlt import RLTModule
 from rlt_lightning.numerics.rewards import NonFiniteError
@@ -100,9 +100,7 @@ def test_no_chunk_of_a_fresh_request_is_empty(fit: Any, monkeypatch: pytest.Monk
     assert sizes == [8, 8]  # it is submitted, and then awaited
 
 
-def test_a_reward_that_is_not_finite_stops_the_run_while_others_are_sampled(
-    fit: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bad_reward_stops_the_run_at_once(fit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Waiting(patience_s=60)
 
     def spoilt(self: RLTModule, *arguments: Any) -> None:
@@ -207,9 +205,7 @@ class Failing(Outside):
 
     failed = False
 
-    def sample(
-        self, requests: Sequence[SampleRequest], sampling: Sampling, stop: str
-    ) -> Iterator[tuple[int, Completion]]:
+    def sample(self, requests: Any, sampling: Any, stop: str) -> Iterator[tuple[int, Completion]]:
         if not self.failed:
             self.failed = True
             raise EngineError("broken")

@@ -50,9 +50,8 @@ def test_every_drawn_trace_is_of_the_kind_that_was_drawn() -> None:
 def test_no_question_is_in_two_splits() -> None:
     found = {split: {row["question"] for row in chain_rows(2000, 1, split)} for split in ("train", "test")}
     found["pretrain"] = {draw_chains(Random(i), 1, 5, "pretrain")[0].question for i in range(2000)}
-    assert all(
-        find_split(question, CHAIN_SPLITS) == split for split, some in found.items() for question in some
-    )
+    for split, questions in found.items():
+        assert {find_split(question, CHAIN_SPLITS) for question in questions} == {split}
     assert not found["train"] & found["test"] | found["pretrain"] & (found["train"] | found["test"])
 
 
@@ -75,11 +74,8 @@ SHA256 = {
 
 
 def test_the_embedded_weights_are_those_that_were_made() -> None:
-    found = {
-        name: hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
-        for name, folder in MINIATURES.items()
-    }
-    assert found == SHA256
+    contents = {name: (folder / "model.safetensors").read_bytes() for name, folder in MINIATURES.items()}
+    assert {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()} == SHA256
 
 
 @pytest.mark.full
@@ -87,10 +83,8 @@ def test_the_warmed_up_teacher_is_made_by_one_command(tmp_path: Path) -> None:
     readme = (MINIATURES["miniature"].parent / "README.md").read_text()
     [command] = re.findall(r"`rlt (fit --config laptop/warmup [^`]*)`", readme)
     assert rlt(*shlex.split(command), f"--output_dir={tmp_path}").returncode == 0
-    made, shipped = (
-        load_file(folder / "model.safetensors")
-        for folder in (tmp_path / "model", MINIATURES["miniature-teacher"])
-    )
+    folders = (tmp_path / "model", MINIATURES["miniature-teacher"])
+    made, shipped = (load_file(folder / "model.safetensors") for folder in folders)
     assert made.keys() == shipped.keys()
     for name, weight in made.items():
         # Sums in another order, on another processor, change the last digits.

@@ -18,12 +18,8 @@ from cases import GOLDEN_FOLDER
 from rlt_lightning.judging.answers import solves_countdown
 from rlt_lightning.tasks.countdown import countdown_rows, solve
 
-OPERATORS: dict[type[ast.operator], Any] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-}
+OPERATORS: dict[type[ast.operator], Any] = {ast.Add: operator.add, ast.Sub: operator.sub}
+OPERATORS |= {ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 
 def evaluate(node: ast.AST) -> tuple[Fraction, list[int]]:

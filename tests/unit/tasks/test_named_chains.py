@@ -27,10 +27,8 @@ def test_a_solution_has_the_states_after_names() -> None:
     problem = build_named_chain(4, [("add", 2), ("times", 3)], [("blik", 3), ("dorf", 1)])
     assert problem.question == "start 4, add 2, blik, times 3, dorf?"
     assert problem.steps == [
-        "4 add 2 is 6",
-        "blik is add 3, 6 add 3 is 9",
-        "9 times 3 is 7",
-        "dorf is add 1, 7 add 1 is 8",
+        *("4 add 2 is 6", "blik is add 3, 6 add 3 is 9"),
+        *("9 times 3 is 7", "dorf is add 1, 7 add 1 is 8"),
     ]
     assert problem.answer == "9 8"
 
