@@ -19,7 +19,8 @@ from torch import Tensor
 
 from rlt_lightning.datamodules import StudentOPDData
 from rlt_lightning.modules import RLTModule
-from rlt_lightning.modules.credits import Credit, LossInputs, RatioCredit, RewardCredit
+from rlt_lightning.modules.credits import Credit, RatioCredit, RewardCredit
+from rlt_lightning.modules.passes import LossInputs
 from rlt_lightning.rollouts.step import ScoringPass
 from rlt_lightning.types import Problem, PromptBatch, Rollout
 
@@ -59,4 +60,4 @@ class JOLTModule(RLTModule):
     """Train one policy in both roles."""
 
     data_classes = (TwoViewData,)
-    credit = RoleCredit(RewardCredit() + RatioCredit(weight=0.001), RatioCredit(weight=0.1))
+    credit = RoleCredit(RewardCredit() + 0.001 * RatioCredit(), 0.1 * RatioCredit())

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.losses import LossInputs, LossOutput, LossTerm, build_sampled_pass
-from rlt_lightning.rollouts.step import POLICY, ScoringPass
+from rlt_lightning.rollouts.step import ScoringPass
 from rlt_lightning.types import Rollout
 
 TOKEN, SEQUENCE, KL_TAU = (0.125, 8.0), (0.1, 10.0), 0.0
@@ -22,7 +22,7 @@ class MaskedRatioLoss(LossTerm):
 
     def scoring_pass(self, rollout: Rollout) -> ScoringPass:
         """Return the sampled tokens."""
-        return build_sampled_pass(POLICY, rollout)
+        return build_sampled_pass(rollout)
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """Return the loss of a micro-batch."""

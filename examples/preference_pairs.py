@@ -69,12 +69,12 @@ class PairTerm(LossTerm):
 
     def scoring_passes(self, rollout: Rollout) -> list[ScoringPass]:
         """Return the passes that the weights need."""
-        reference = build_sampled_pass(REFERENCE, rollout, "reference")
-        return [build_sampled_pass(POLICY, rollout, OLD), reference]
+        reference = build_sampled_pass(rollout, REFERENCE, "reference")
+        return [build_sampled_pass(rollout, POLICY, OLD), reference]
 
     def scoring_pass(self, rollout: Rollout) -> ScoringPass:
         """Return the answer."""
-        return build_sampled_pass(POLICY, rollout)
+        return build_sampled_pass(rollout)
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """Return a loss with the gradient of DPO's, a mean over pairs."""

@@ -52,4 +52,4 @@ def judge_steps(texts: list[str]) -> Tensor:
 class StepModule(RLTModule):
     """Traditional RL with both."""
 
-    credit = RewardCredit() + TokenCredit("steps", 0.3)
+    credit = RewardCredit() + 0.3 * TokenCredit("steps")

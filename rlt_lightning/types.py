@@ -11,7 +11,7 @@ The errors of this package, by base class; `rlt` prints those marked * on one li
 
     ValueError
     ├── InputError *          types.py                 something the user controls is wrong
-    └── NonFiniteError *      numerics/rewards.py      a reward, log-prob or gradient is not finite
+    └── NonFiniteError *      numerics/finite.py       a reward, log-prob or gradient is not finite
     RuntimeError
     └── EngineError *         engines/base.py          an engine failed, or a worker of it
         ├── WorkersLost       engines/base.py          none is left: push weights, ask for the rest

@@ -8,7 +8,7 @@ StudentRLData  a model's answers, each with a verdict  traces.jsonl  the same fi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -24,12 +24,8 @@ from rlt_lightning.datamodules.bad_rows import list_rows
 from rlt_lightning.datamodules.rows import QUESTION_COLUMNS, TRACE_COLUMN, find_tag, keep_columns
 from rlt_lightning.datamodules.stages import ScoringData, StudentRLData, TeacherRLData
 from rlt_lightning.datamodules.stratos import StratosDataModule, get_stratos_data
-from rlt_lightning.modules.rollout_rows import (
-    build_token_columns,
-    read_reference,
-    resume_rows,
-)
-from rlt_lightning.run.jsonl import JsonRow, format_line, read_json_rows, rewrite
+from rlt_lightning.modules.rollout_rows import build_token_columns, read_reference
+from rlt_lightning.run.jsonl import JsonRow, format_line, read_json_rows, read_whole_rows, rewrite
 from rlt_lightning.run.ranks import append_from_ranks
 from rlt_lightning.types import InputError, Problem
 
@@ -242,3 +238,44 @@ def is_readable(data: StratosDataModule, row: JsonRow) -> bool:
 def is_usable(row: JsonRow) -> bool:
     """Return whether an answer is right and has two parts, and a student can learn from it."""
     return bool(row["solution"]) and row["correct"] > 0 and bool(row["fits"])
+
+
+def resume_rows(
+    path: Path,
+    problems: Sequence[Problem],
+    is_of: Callable[[JsonRow, Problem], bool],
+    rows_per_problem: int,
+    batch_size: int,
+    writes: bool,
+) -> int:
+    """Keep the rows of the batches that an earlier run finished, and return how many problems these are.
+
+    Args:
+        path: JSONL file of that run, its rows in the order of the problems.
+        problems: All problems of this run.
+        is_of: Whether a row belongs to a problem.
+        rows_per_problem: A problem with fewer rows was not finished.
+        batch_size: Problems of a batch. The rows of a batch that was not finished are dropped: scored in
+            another batch, they would differ by rounding.
+        writes: Whether to drop them from the file. All ranks read it, and one writes.
+
+    Raises:
+        InputError: If the rows belong to other problems.
+    """
+    lines: list[str] = []
+    belongs: list[bool] = []
+    for line, row in read_whole_rows(path):
+        position = len(lines) // rows_per_problem
+        belongs.append(position < len(problems) and is_of(row, problems[position]))
+        lines.append(line)
+    num_finished = len(lines) // rows_per_problem
+    if not all(belongs[: num_finished * rows_per_problem]):
+        raise InputError(
+            f"A resumed run must have the rows that it began with, but {path} has rows of other problems. "
+            "Restore data.source, or choose another --output_dir."
+        )
+    if num_finished < len(problems):
+        num_finished -= num_finished % batch_size
+    if writes and path.exists():
+        rewrite(path, lines[: num_finished * rows_per_problem])
+    return num_finished

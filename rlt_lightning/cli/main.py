@@ -23,7 +23,7 @@ from rlt_lightning.cli.stages import RLTCommandLine
 from rlt_lightning.commands.report import report
 from rlt_lightning.engines import EngineError
 from rlt_lightning.judging.judge import refuse_while_imported
-from rlt_lightning.numerics.rewards import NonFiniteError
+from rlt_lightning.numerics.finite import NonFiniteError
 from rlt_lightning.run import ranks
 from rlt_lightning.run.interrupt import TERMINATED, is_terminated
 from rlt_lightning.teacher import explain

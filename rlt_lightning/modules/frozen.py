@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
@@ -15,6 +16,7 @@ from rlt_lightning.strategies.sharding import ModelEntry, WeightLayout
 RunModel = Callable[..., Any]
 
 
+@dataclass(eq=False)
 class Model:
     """A model that scores completions, called through `run`; it is in no optimizer, checkpoint or wrapper.
 
@@ -25,14 +27,11 @@ class Model:
         is_policy: Whether it is the trained model, with or without its adapter: its head is the policy's.
     """
 
-    def __init__(
-        self, run: RunModel, model: Any = None, offload: bool = False, is_policy: bool = False
-    ) -> None:
-        self.run = run
-        self.model = model
-        self.offload = offload
-        self.is_policy = is_policy
-        self.is_placed = False
+    run: RunModel
+    model: Any = None
+    offload: bool = False
+    is_policy: bool = False
+    is_placed: bool = field(default=False, init=False)
 
     @classmethod
     def frozen(cls, entry: ModelEntry, offload: bool = False) -> Self:

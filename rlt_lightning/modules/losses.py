@@ -11,15 +11,15 @@ distillation (modules/opd.py), supervised fine-tuning (modules/sft.py).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlt_lightning.modules.credits import OLD, Credit, LossInputs, RewardCredit
-from rlt_lightning.modules.passes import Micro, Values
+from rlt_lightning.modules.credits import Credit, RewardCredit
+from rlt_lightning.modules.passes import OLD, LossInputs, Micro, Values
 from rlt_lightning.numerics.importance import TruncatedImportanceSampling, measure_mismatch
 from rlt_lightning.numerics.losses import PolicyLoss
 from rlt_lightning.numerics.packing import mask_tokens
@@ -27,11 +27,8 @@ from rlt_lightning.numerics.transfers import upload
 from rlt_lightning.rewards.base import AnswerScore
 from rlt_lightning.rewards.explanations import build_solution_pass
 from rlt_lightning.rewards.student import Student
-from rlt_lightning.rollouts.columns import Column
 from rlt_lightning.rollouts.step import POLICY, REFERENCE, ScoringPass
 from rlt_lightning.types import Rollout
-
-REWARD = RewardCredit()
 
 
 @dataclass(frozen=True)
@@ -42,13 +39,11 @@ class LossOutput:
         loss: To be minimised; its sum over micro-batches is the step's.
         metrics: Scalars without gradient, whose sums over micro-batches are the step's.
         mismatch: How far each worker and the trainer differ (`measure_mismatch`), if that is known.
-        numbers: Numbers of the rows to be kept in the step, (n,).
     """
 
     loss: Tensor
     metrics: dict[str, Tensor]
     mismatch: Mapping[str, Tensor] = field(default_factory=dict)
-    numbers: Mapping[Column, Tensor] = field(default_factory=dict)
 
 
 class LossTerm(ABC):
@@ -75,22 +70,36 @@ class LossTerm(ABC):
         """Return the loss of a micro-batch."""
 
 
-def compute_loss(micro: Micro, computed: Values, global_step: int) -> Tensor:
-    """Return a micro-batch's part of the step's loss by its term, and add its figures to the step.
+def list_passes(terms: Sequence[LossTerm], rollout: Rollout) -> list[ScoringPass]:
+    """Return the scoring passes of a completion before the update, for all terms of a loss."""
+    return [scoring for term in terms for scoring in term.scoring_passes(rollout)]
+
+
+def compute_loss(term: LossTerm, micro: Micro, computed: Values, global_step: int) -> Tensor:
+    """Return a micro-batch's part of the step's loss by a term, and add its figures to the step.
 
     It is zero if the term fails, so that all ranks run a backward. The failure is kept in the step:
     `raise_together` comes behind the last micro-batch.
     """
     inputs = LossInputs.of(micro, computed, global_step)
     try:
-        output: LossOutput = micro.term(inputs)
+        output = term(inputs)
     except Exception as error:  # of a user's class: any
         micro.step.keep_failure(error)
         output = LossOutput(inputs.log_probs.sum() * 0.0, {})
-    micro.step.add_loss(micro, computed.values, output)
+    micro.step.add_loss(micro, term.source, computed.values, output)
     return micro.scale * output.loss
 
 
+def build_sampled_pass(rollout: Rollout, model: str = POLICY, column: str = "sampled") -> ScoringPass:
+    """Return prompt and completion; every sampled token is scored, the end tag included."""
+    problem, tokens = rollout.problem, rollout.completion.token_ids
+    prompt = problem.teacher_prompt
+    scored = {column: (len(prompt), len(prompt) + len(tokens))}
+    return ScoringPass(model, prompt, tokens, scored, problem.row)
+
+
+@dataclass(frozen=True)
 class PolicyGradient(LossTerm):
     """The policy loss on the sampled tokens.
 
@@ -100,21 +109,16 @@ class PolicyGradient(LossTerm):
         is_repeated: Whether an iteration updates the policy several times: the ratio is then to the policy
             at its start.
         credit: What each token gains.
+        build_pass: Returns the sampled tokens that it learns from.
     """
 
     with_entropy = True
 
-    def __init__(
-        self,
-        policy_loss: PolicyLoss,
-        importance: TruncatedImportanceSampling | None,
-        is_repeated: bool = False,
-        credit: Credit = REWARD,
-    ) -> None:
-        self.policy_loss = policy_loss
-        self.importance = importance
-        self.is_repeated = is_repeated
-        self.credit = credit
+    policy_loss: PolicyLoss
+    importance: TruncatedImportanceSampling | None
+    is_repeated: bool = False
+    credit: Credit = field(default_factory=RewardCredit)
+    build_pass: Callable[[Rollout], ScoringPass] = build_sampled_pass
 
     @property
     def source(self) -> object:
@@ -123,13 +127,13 @@ class PolicyGradient(LossTerm):
 
     def scoring_passes(self, rollout: Rollout) -> list[ScoringPass]:
         """Return passes of the reference, if there is a KL penalty, of the old policy and of the credit."""
-        passes = [build_sampled_pass(REFERENCE, rollout, "reference")] if self.policy_loss.kl_coef else []
-        passes += [build_sampled_pass(POLICY, rollout, OLD)] if self.is_repeated else []
+        passes = [build_sampled_pass(rollout, REFERENCE, "reference")] if self.policy_loss.kl_coef else []
+        passes += [build_sampled_pass(rollout, POLICY, OLD)] if self.is_repeated else []
         return passes + self.credit.scoring_passes(rollout)
 
     def scoring_pass(self, rollout: Rollout) -> ScoringPass:
         """Return the sampled tokens."""
-        return build_sampled_pass(POLICY, rollout)
+        return self.build_pass(rollout)
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """See `PolicyLoss`."""
@@ -151,6 +155,7 @@ class PolicyGradient(LossTerm):
         return LossOutput(loss, metrics, mismatch)
 
 
+@dataclass(frozen=True)
 class AnswerTerm(LossTerm):
     """The policy ascends the solution's score itself, where it is the student of a likelihood reward.
 
@@ -166,15 +171,15 @@ class AnswerTerm(LossTerm):
         weight: Weight of the term.
     """
 
-    def __init__(self, score: AnswerScore, policy_loss: PolicyLoss, student: Student, weight: float) -> None:
-        self.score = score
-        self.policy_loss = policy_loss
-        self.student = student
-        self.weight = weight
+    score: AnswerScore
+    policy_loss: PolicyLoss
+    student: Student
+    weight: float
 
     def scoring_pass(self, rollout: Rollout) -> ScoringPass:
         """Return the solution after the thought."""
-        return build_solution_pass(self.student, rollout.require_view(), self.score.temperature)
+        scoring = build_solution_pass(self.student, rollout.require_view(), self.score.temperature)
+        return replace(scoring, scored={"answer": scoring.scored["solution"]})
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """Return minus the weighted scores."""
@@ -188,14 +193,6 @@ class AnswerTerm(LossTerm):
         weights = self.policy_loss.loss_weights(mask, mean_weights)[:, 0].to(scores)
         loss = -self.weight * (weights * scores).sum()
         return LossOutput(loss, {"policy/answer_loss": loss.detach()})
-
-
-def build_sampled_pass(model: str, rollout: Rollout, column: str = "sampled") -> ScoringPass:
-    """Return prompt and completion; every sampled token is scored, the end tag included."""
-    problem, tokens = rollout.problem, rollout.completion.token_ids
-    prompt = problem.teacher_prompt
-    scored = {column: (len(prompt), len(prompt) + len(tokens))}
-    return ScoringPass(model, prompt, tokens, scored, problem.row)
 
 
 def compare_with_engine(

@@ -22,7 +22,7 @@ from rlt_lightning.numerics.importance import Mismatch, TruncatedImportanceSampl
 from rlt_lightning.rollouts.sampler import Sampler
 from rlt_lightning.rollouts.step import POLICY, REFERENCE, Shards, StepBatch
 from rlt_lightning.run.ranks import ask_callbacks
-from rlt_lightning.types import InputError, Rollouts
+from rlt_lightning.types import InputError, PromptBatch
 
 
 class OnPolicyModule(PolicyModule):
@@ -125,16 +125,21 @@ class OnPolicyModule(PolicyModule):
             )
         return self.sampler
 
-    def measure_rollouts(self, rollouts: Rollouts, shards: Shards) -> dict[str, Any]:
-        """Return the figures of this rank's completions, which each step logs after its update."""
-        metrics: dict[str, Any] = rollout_metrics(rollouts)
+    def log_iteration(self, batch: PromptBatch, step: StepBatch, metrics: dict[str, Any]) -> None:
+        """Log a step's metrics and those of this rank's completions, and give callbacks the step."""
+        rollouts, shards = step.list_rollouts(step.logged), step.shards
+        assert shards is not None
+        batch.rollouts, batch.step = rollouts, step
+        batch.problems = [row.problem for row in rollouts.rollouts[:: self.group_size]]
+        metrics |= rollout_metrics(rollouts)
         metrics["rollout/length_min"] = float(min(shards.lengths))
         metrics["rollout/length_max"] = float(max(shards.lengths))
         # Optimizer steps between the weights that sampled and those that were trained.
         metrics["rollout/staleness"] = float(self.global_step - 1 - rollouts.policy_version)
         metrics |= self.speed_metrics(sum(len(r.completion.token_ids) for r in rollouts.rollouts))
         # Tokens of the process that has most of them, over the mean.
-        return metrics | {"perf/rank_imbalance": shards.imbalance}
+        metrics["perf/rank_imbalance"] = shards.imbalance
+        self.log_step(metrics, len(rollouts.rollouts))
 
     def require_fresh(self, policy_version: int) -> None:
         """Check that completions are not staler than allowed.

@@ -3,11 +3,11 @@
     training_step
       ├ sampler.complete*   the student's answers, on all ranks, each with the view of the teacher
       ├ step.divide         over ranks, by tokens: a rank's shard is a list of rows (rollouts/step.py)
-      ├ runner.run          `SampledDistillation`: the teacher's log-probs of judged tokens, their credit
+      ├ runner.run          "sampled": the teacher's log-probs of judged tokens, their credit
       ├ runner.updates      the shard's micro-batches
       ├ forward_backward    for each of them (policy.py):
-      │   ├ forward         `Distillation`: the teacher's states before each judged token, without gradient,
-      │   │                 those of the student, and the divergence there; else the student's log-probs
+      │   ├ forward         "full": the teacher's states before each judged token, without gradient, those
+      │   │                 of the student, and the divergence there; "sampled": the student's log-probs
       │   └ compute_loss    their sum → manual_backward, the last one sums gradients*
       ├ finish_update*      no rank has failed; clip, AdamW (policy.py)
       ├ step.share*         all ranks get the numbers of all answers
@@ -19,12 +19,11 @@ Ranks wait for each other in what is marked *; with sharded weights in each forw
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from rlt_lightning.datamodules.items import FIXED_PIECES
 from rlt_lightning.datamodules.stages import StudentOPDData
@@ -33,16 +32,17 @@ from rlt_lightning.datamodules.views import TeacherViews
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.load import Dtype
 from rlt_lightning.modules.credits import RatioCredit
-from rlt_lightning.modules.losses import LossInputs, LossOutput, LossTerm, PolicyGradient
+from rlt_lightning.modules.losses import LossOutput, LossTerm, PolicyGradient, list_passes
 from rlt_lightning.modules.on_policy import OnPolicyModule
+from rlt_lightning.modules.passes import LossInputs
 from rlt_lightning.modules.step_metrics import held_out_metrics
 from rlt_lightning.numerics.divergence import Divergence
 from rlt_lightning.numerics.importance import TruncatedImportanceSampling
 from rlt_lightning.numerics.losses import DAPOLoss
 from rlt_lightning.numerics.transfers import upload
-from rlt_lightning.rollouts.columns import REWARD, Group, Record, Table
+from rlt_lightning.rollouts.columns import REWARD, Group, Record
 from rlt_lightning.rollouts.step import POLICY, REFERENCE, ScoringPass, StepBatch
-from rlt_lightning.types import InputError, PromptBatch, Rollout, Rollouts
+from rlt_lightning.types import InputError, PromptBatch, Rollout
 
 DIVERGENCE, JUDGED = Group("divergence"), Record("judged_tokens")  # columns of a step
 
@@ -167,34 +167,43 @@ class OPDModule(OnPolicyModule):
         sampler.complete(request)
         self.require_fresh(request.policy_version)
         sampler.submit_next()  # asynchronous rollouts: sampled while this step trains
-        shards = self.build_shards()
-        step = StepBatch.of_request(request, shards)
+        step = StepBatch.of_request(request, self.build_shards())
         step.divide(range(len(step)))
-        runner, term = self.build_runner(), self.term
+        runner, terms = self.build_runner(), [self.term]
         if self.estimator == "sampled":
             with self.phase("score") as stats:
-                runner.run(step, step.shard, term.scoring_passes, stats)  # by the teacher
+                runner.run(step, step.shard, partial(list_passes, terms), stats)  # by the teacher
         with self.phase("train") as stats:
             # Forward, loss and backward of each micro-batch.
-            self.forward_backward(runner.updates(step, step.shard, [term], stats))
+            self.forward_backward(runner.updates(step, step.shard, terms, stats))
             metrics = self.finish_update(step)
+        self.measure(step)
         step.share(self.ranks.sum_tensor)
-        counts = score_answers(step)
-        rollouts = batch.rollouts = step.list_rollouts(step.logged)
-        batch.step = step
-        metrics |= judged_metrics(counts[upload(step.logged, counts.device)], rollouts, self.ranks.sum)
-        metrics |= self.measure_rollouts(rollouts, shards)
-        self.log_step(metrics, len(rollouts.rollouts))
+        self.log_iteration(batch, step, score_answers(step) | metrics)
 
     @property
-    def term(self) -> Distillation | SampledDistillation:
+    def term(self) -> LossTerm:
         """Return the loss."""
         if self.estimator == "full":
             return Distillation(self.teacher_model, self.temperature, self.views.exchanged, self.divergence)
         # A mean over tokens without a clip.
         loss = DAPOLoss(clip_eps_low=1.0, clip_eps_high=math.inf, kl_coef=0.0)
-        ratio = RatioCredit(self.teacher_model, temperature=self.temperature)
-        return SampledDistillation(loss, self.importance_weights, credit=ratio)
+        build_pass = partial(build_judged_pass, temperature=self.temperature)
+        return PolicyGradient(loss, self.importance_weights, credit=self.ratio, build_pass=build_pass)
+
+    @property
+    def ratio(self) -> RatioCredit:
+        """Return the credit of a sampled token."""
+        return RatioCredit(self.teacher_model, self.temperature)
+
+    def measure(self, step: StepBatch) -> None:
+        """Add up the divergence of each of this rank's answers over its judged tokens."""
+        # Divergences already, or the student's log-probs, beside which the teacher's are known.
+        ours, theirs = step.tokens["judged"], step.tokens.get(self.ratio.name, {})
+        sums = [ours[row].sum() - (theirs[row].sum() if row in theirs else 0.0) for row in step.shard]
+        judged = [float(count_judged(rollout)) for rollout in step.rollouts(step.shard)]
+        divergences = torch.stack(sums)
+        step.put_numbers(step.shard, {DIVERGENCE: divergences, JUDGED: upload(judged, divergences.device)})
 
     @property
     def teacher_model(self) -> str:
@@ -228,18 +237,15 @@ class OPDModule(OnPolicyModule):
                 lambda rollout: [term.scoring_pass(rollout), *term.scoring_passes(rollout)],
                 recompute=True,
             )
-            judged = torch.stack([step.tokens["judged"][row].sum() for row in step.shard])
-            # Divergences already, or the student's log-probs, beside which the teacher's are known.
-            divergences = judged - RatioCredit(self.teacher_model).sum_log_probs(step, step.shard, judged)
-        step.put_numbers(step.shard, build_numbers(divergences, rollouts.rollouts))
-        num_judged = int(score_answers(step).sum())
+        self.measure(step)
+        metrics = score_answers(step)
         batch.step = step
         self.held_out.add(held_out_metrics(rollouts), len(step), {})
-        # 0 if nothing is judged, as in training.
-        figures = {"distill/val_divergence": float(divergences.sum()) / max(1, num_judged)}
-        self.held_out.add(figures, num_judged, {})
+        figures = {"distill/val_divergence": metrics["distill/divergence"]}
+        self.held_out.add(figures, int(step.table[JUDGED].sum()), {})
 
 
+@dataclass(frozen=True)
 class Distillation(LossTerm):
     """The divergence of the student from a teacher that sees the solution, over judged tokens.
 
@@ -250,17 +256,10 @@ class Distillation(LossTerm):
         divergence: Which divergence.
     """
 
-    def __init__(
-        self,
-        teacher: str,
-        temperature: float | None,
-        exchanged: tuple[int, int] | None,
-        divergence: Divergence,
-    ) -> None:
-        self.teacher = teacher
-        self.temperature = temperature
-        self.exchanged = exchanged
-        self.divergence = divergence
+    teacher: str
+    temperature: float | None
+    exchanged: tuple[int, int] | None
+    divergence: Divergence
 
     def scoring_pass(self, rollout: Rollout) -> ScoringPass:
         """Return the answer up to the last judged token, compared with what the teacher reads.
@@ -276,47 +275,25 @@ class Distillation(LossTerm):
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """Return the sum over judged tokens, divided by their number in the step."""
-        values = inputs.computed.values
-        loss = values.sum() / inputs.num_scored
-        lengths = [scoring.num_scored for scoring in inputs.micro.passes]
-        divergences = torch.stack([part.sum() for part in values.detach().split(lengths)])
-        metrics = {"policy/loss": loss.detach(), "distill/divergence": loss.detach()}
-        return LossOutput(loss, metrics, numbers=build_numbers(divergences, inputs.rollouts))
+        loss = inputs.computed.values.sum() / inputs.num_scored
+        return LossOutput(loss, {"policy/loss": loss.detach(), "distill/divergence": loss.detach()})
 
 
-class SampledDistillation(PolicyGradient):
-    """The policy gradient of a `RatioCredit`; its own class, since no credit tells `distill/divergence`."""
+def score_answers(step: StepBatch) -> dict[str, Any]:
+    """Reward answers with minus the mean divergence of their judged tokens, nats; return the step's metrics.
 
-    credit: RatioCredit
-
-    def scoring_pass(self, rollout: Rollout) -> ScoringPass:
-        """Return the answer up to the last judged token."""
-        return build_judged_pass(rollout, self.credit.temperature)
-
-    def __call__(self, inputs: LossInputs) -> LossOutput:
-        """See `PolicyGradient`."""
-        output, log_probs = super().__call__(inputs), inputs.log_probs.detach()
-        theirs = self.credit.sum_log_probs(inputs.step, inputs.micro.rows, log_probs)
-        divergences = log_probs.sum(dim=1) - theirs
-        output.metrics["distill/divergence"] = divergences.sum() / inputs.num_scored
-        return replace(output, numbers=build_numbers(divergences, inputs.rollouts))
-
-
-def score_answers(step: StepBatch) -> Tensor:
-    """Reward answers with minus the mean divergence of their judged tokens, nats; return how many these are.
-
-    The reward is 0 if there is none.
+    Reward and divergence are 0 where nothing is judged.
     """
-    counts = step.table[JUDGED]
-    rewards = -step.table[DIVERGENCE] / counts.clamp(min=1)
-    step.set_scores({REWARD: rewards, JUDGED: counts})
-    return counts
-
-
-def build_numbers(divergences: Tensor, rollouts: Sequence[Rollout]) -> Table:
-    """Return the divergences of answers, (n,), and how many tokens of each are judged."""
-    judged = upload([count_judged(rollout) for rollout in rollouts], divergences.device, torch.float32)
-    return {DIVERGENCE: divergences.float(), JUDGED: judged}
+    counts, divergences = step.table[JUDGED], step.table[DIVERGENCE]
+    step.set_scores({REWARD: -divergences / counts.clamp(min=1), JUDGED: counts})
+    num_judged, num_sampled = float(counts.sum()), sum(len(step.token_ids(row)) for row in range(len(step)))
+    return {
+        "distill/divergence": float(divergences.sum()) / max(1.0, num_judged),
+        # Judged tokens of an answer, their part of all sampled tokens, and answers without one.
+        "distill/judged_tokens": counts.mean(),
+        "distill/judged_frac": num_judged / num_sampled,
+        "distill/unjudged_frac": (counts == 0).float().mean(),
+    }
 
 
 def build_judged_pass(rollout: Rollout, temperature: float | None) -> ScoringPass:
@@ -330,25 +307,9 @@ def build_judged_pass(rollout: Rollout, temperature: float | None) -> ScoringPas
         {"judged": (len(prompt) + start, len(prompt) + start + num)},
         family=rollout.problem.row,
         temperature=temperature,
-        asks_engine=True,
     )
 
 
 def count_judged(row: Rollout) -> int:
     """Return how many of an answer's tokens the teacher judges."""
     return row.view.num_tokens if row.view else 0
-
-
-def judged_metrics(
-    counts: Tensor, rollouts: Rollouts, sum_over_ranks: Callable[..., list[float]]
-) -> dict[str, Any]:
-    """Return how much of the answers the teacher could judge."""
-    rows = rollouts.rollouts
-    num_sampled = sum(len(row.completion.token_ids) for row in rows)
-    judged, sampled = sum_over_ranks(sum(map(count_judged, rows)), num_sampled)
-    return {
-        # Judged tokens of an answer, their part of all sampled tokens, and answers without one.
-        "distill/judged_tokens": counts.mean(),
-        "distill/judged_frac": judged / sampled,
-        "distill/unjudged_frac": (counts == 0).float().mean(),
-    }

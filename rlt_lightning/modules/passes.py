@@ -19,10 +19,11 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from rlt_lightning.models.load import read_context_length
 from rlt_lightning.models.packed import (
@@ -38,92 +39,29 @@ from rlt_lightning.modules.frozen import Model, RunModel
 from rlt_lightning.modules.phases import PhaseStats
 from rlt_lightning.modules.ranks import Ranks
 from rlt_lightning.numerics.divergence import Divergence
+from rlt_lightning.numerics.finite import NonFiniteError, choose_remedy, require_finite
 from rlt_lightning.numerics.packing import (
     Layout,
     MicroBatch,
     PackedSequences,
-    ScoredSequence,
     SequenceLengths,
     micro_batches,
     split_to,
+    to_padded,
 )
-from rlt_lightning.numerics.rewards import NonFiniteError, choose_remedy, require_finite
 from rlt_lightning.numerics.transfers import upload
 from rlt_lightning.rewards.base import Reward
 from rlt_lightning.rewards.student import Student
 from rlt_lightning.rollouts.columns import Term, columns_of
 from rlt_lightning.rollouts.step import POLICY, ScoringPass, StepBatch
-from rlt_lightning.types import InputError, Rollout, Rollouts, SFTExample
+from rlt_lightning.types import InputError, Rollout, Rollouts
 
 # Returns the scoring passes of a completion.
 Declare = Callable[[Rollout], Sequence[ScoringPass]]
 # A pass over a row; None: a dummy, whose values nobody gets.
 RowPass = tuple[int | None, ScoringPass]
-
-
-class Compared(NamedTuple):
-    """What a micro-batch is compared with: the tokens of another model, whose head may be the same.
-
-    Attributes:
-        packed: Its tokens.
-        run: Runs it.
-        key: Its settings.
-        shares_head: Whether both are the policy: a model computes one forward at a time.
-    """
-
-    packed: PackedSequences
-    run: RunModel
-    key: PassKey
-    shares_head: bool
-
-
-class Packed(NamedTuple):
-    """A micro-batch in one packed row.
-
-    Attributes:
-        indices: Which sequences of a group it has.
-        packed: Their tokens.
-        key: The group's settings.
-        head: How log-probs are computed from hidden states.
-        compared: What they are compared with; None: nothing.
-        weight: 0: computed only because other ranks compute one; else 1.
-        is_last: Whether it is the last of the group.
-    """
-
-    indices: list[int]
-    packed: PackedSequences
-    key: PassKey
-    head: HeadOptions
-    compared: Compared | None
-    weight: float
-    is_last: bool
-
-
-class Micro(NamedTuple):
-    """A micro-batch of an update: rows of a loss term's passes.
-
-    Attributes:
-        step: The step.
-        term: The loss term.
-        rows: The rows of the step.
-        passes: The policy's pass over each.
-        batch: Their tokens, and what the policy is compared with.
-        scale: The factor of the loss: the strategy averages gradients over ranks, so each rank's part
-            counts world_size times. 0: computed only because other ranks compute one.
-        num_sequences: Rows of the whole update, of all ranks.
-        num_tokens: Their tokens.
-        num_scored: Tokens that the term scores in the whole update.
-    """
-
-    step: StepBatch
-    term: Any
-    rows: list[int]
-    passes: list[ScoringPass]
-    batch: Packed
-    scale: float
-    num_sequences: float
-    num_tokens: float
-    num_scored: float
+# The token column of the policy's log-probs at the start of an iteration with several updates.
+OLD = "old"
 
 
 class Values(NamedTuple):
@@ -175,6 +113,174 @@ class PassKey(NamedTuple):
             compared_with=self.compared_with and self.compared_with.build_dummy(),
             divergence=self.divergence,
         )
+
+
+class Packed(NamedTuple):
+    """A micro-batch in one packed row, and what it is compared with.
+
+    Attributes:
+        entries: Its passes with their rows.
+        key: Their settings.
+        head: How log-probs are computed from hidden states.
+        tokens: The packed row.
+        weight: 0: computed only because other ranks compute one; else 1.
+        is_last: Whether it is the last of its group.
+        run_other: Runs the model that it is compared with; None: nothing is compared.
+        other_tokens: What that model reads.
+        shares_head: Whether both models are the policy, which computes one forward at a time.
+    """
+
+    entries: list[RowPass]
+    key: PassKey
+    head: HeadOptions
+    tokens: PackedSequences
+    weight: float
+    is_last: bool
+    run_other: RunModel | None = None
+    other_tokens: PackedSequences | None = None
+    shares_head: bool = False
+
+    def find_compared(self) -> list[int]:
+        """Return which of the scored tokens are compared."""
+        found, before = list[int](), 0
+        for _, scoring in self.entries:
+            slots = scoring.find_slots(scoring.compared)
+            found += range(before + slots.start, before + slots.stop)
+            before += scoring.num_scored
+        return found
+
+
+class Micro(NamedTuple):
+    """A micro-batch of an update: rows of a loss term's passes.
+
+    Attributes:
+        step: The step.
+        batch: The rows' tokens, and what the policy is compared with.
+        scale: The factor of the loss: the strategy averages gradients over ranks, so each rank's part
+            counts world_size times. 0: computed only because other ranks compute one.
+        num_sequences: Rows of the whole update, of all ranks.
+        num_tokens: Their tokens.
+        num_scored: Tokens that the term scores in the whole update.
+    """
+
+    step: StepBatch
+    batch: Packed
+    scale: float
+    num_sequences: float
+    num_tokens: float
+    num_scored: float
+
+    @property
+    def rows(self) -> list[int]:
+        """Return the rows of the step."""
+        return [row for row, _ in self.batch.entries if row is not None]
+
+    @property
+    def passes(self) -> list[ScoringPass]:
+        """Return the policy's pass over each."""
+        return [scoring for _, scoring in self.batch.entries]
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """A micro-batch of n rows: the policy's values, and everything that was known before.
+
+    Attributes:
+        micro: The micro-batch.
+        computed: The policy's values, (M,), the only ones with gradient.
+        log_probs: The same, (n, T), padded with 0: log-probs, or divergences.
+        token_mask: True where the policy has computed something, (n, T).
+        stale: Whether older weights sampled.
+    """
+
+    micro: Micro
+    computed: Values
+    log_probs: Tensor
+    token_mask: Tensor
+    stale: bool
+
+    @classmethod
+    def of(cls, micro: Micro, computed: Values, global_step: int) -> LossInputs:
+        """Return the inputs of a micro-batch's loss."""
+        padded, token_mask = to_padded(computed.values, [scoring.num_scored for scoring in micro.passes])
+        return cls(micro, computed, padded, token_mask, micro.step.policy_version < global_step)
+
+    @property
+    def step(self) -> StepBatch:
+        """Return the step."""
+        return self.micro.step
+
+    @property
+    def rollouts(self) -> list[Rollout]:
+        """Return the completions."""
+        return self.step.rollouts(self.micro.rows)
+
+    @property
+    def advantages(self) -> Tensor:
+        """Return the advantages, (n,)."""
+        assert self.step.advantages is not None
+        return self.step.advantages[upload(self.micro.rows, self.step.advantages.device)]
+
+    @property
+    def num_scored(self) -> float:
+        """Return how many tokens the term scores in the whole update; 1 if there is none."""
+        return max(1.0, self.micro.num_scored)
+
+    def pad_column(self, name: str) -> Tensor:
+        """Return a token column of these rows, (n, T)."""
+        return self.step.pad(name, self.micro.rows)[0]
+
+    @property
+    def old_log_probs(self) -> Tensor:
+        """Return the policy's log-probs at the start of the iteration, (n, T), without gradient.
+
+        These are `log_probs` unless the iteration updates the policy several times.
+        """
+        return self.pad_column(OLD) if OLD in self.step.tokens else self.log_probs.detach()
+
+    @property
+    def engine_log_probs(self) -> Tensor | None:
+        """Return the log-probs with which the engine sampled, (n, T); None if it did not report them."""
+        parts = [scoring.sampled for scoring in self.micro.passes]
+        return pad_engine_log_probs(self.rollouts, self.log_probs, parts)
+
+
+def pad_engine_log_probs(
+    rollouts: Sequence[Rollout], like: Tensor, parts: Sequence[slice] | None = None
+) -> Tensor | None:
+    """Return the engine's log-probs of the sampled tokens, (n, T), padded with 0 like `like`.
+
+    Args:
+        rollouts: n completions.
+        like: A tensor of the type and on the device that are wanted.
+        parts: Which tokens of each; None: all.
+
+    Returns:
+        None if the engine did not send all of them.
+    """
+    values = [rollout.completion.log_probs for rollout in rollouts]
+    if any(value is None for value in values):
+        return None
+    parts = parts or [slice(None)] * len(rollouts)
+    tensors = [
+        torch.tensor((value or [])[part], dtype=like.dtype, device="cpu")
+        for value, part in zip(values, parts, strict=True)
+    ]
+    return upload(pad_sequence(tensors, batch_first=True), like.device)
+
+
+class Declares(Protocol):
+    """A term of a loss, which the policy computes with gradient (losses.py)."""
+
+    @property
+    def with_entropy(self) -> bool:
+        """Return whether it reads the policy's entropies."""
+
+    def scoring_pass(self, rollout: Any) -> ScoringPass:
+        """Return the policy's scoring pass over a completion."""
+
+
+T = TypeVar("T", bound=Declares)
 
 
 @dataclass
@@ -242,7 +348,7 @@ class PassRunner:
         if self.ranks.sharded:
             keys = sorted({key for part in self.ranks.gather(keys) for key in part}, key=repr)
         for key in keys:
-            self.run_group(step, key, groups.get(key) or [(None, key.build_dummy())], stats)
+            self.run_group(step, key, groups.get(key) or [(None, key.build_dummy())], stats or PhaseStats())
         for row, scoring in shared:
             for column in (step.tokens.get(name, {}) for name in scoring.scored):
                 if (first := step.known[find_once(scoring)]) in column:  # else this rank has failed
@@ -282,8 +388,6 @@ class PassRunner:
         """
         if step.shards is not None:
             return step.lacks_log_probs
-        if any(isinstance(rollout, SFTExample) for rollout in rollouts.values()):
-            return True  # no engine has sampled them
         unknown = any(rollout.completion.log_probs is None for rollout in rollouts.values())
         return self.ranks.any(unknown) if self.ranks.sharded else unknown
 
@@ -296,9 +400,7 @@ class PassRunner:
             )
         return self.models[name]
 
-    def run_group(
-        self, step: StepBatch, key: PassKey, passes: list[RowPass], stats: PhaseStats | None
-    ) -> None:
+    def run_group(self, step: StepBatch, key: PassKey, passes: list[RowPass], stats: PhaseStats) -> None:
         """Run a model over sequences, or two models of which one is compared with the other."""
         with ExitStack() as stack:
             run = stack.enter_context(self.find_model(key.model).loaded_on(self.device))
@@ -307,50 +409,42 @@ class PassRunner:
             except InputError as error:
                 step.keep_failure(error)
                 passes = [(None, key.build_dummy())]  # other ranks may wait for this one's forward
-            for batch in self.pack(key, [scoring for _, scoring in passes], self.ranks.sharded, stats):
-                if stats is not None and batch.compared is not None:
-                    stats.tokens += batch.compared.packed.input_ids.shape[1]
-                chosen, slots, before = [passes[i] for i in batch.indices], list[int](), 0
-                for _, scoring in chosen if batch.compared else ():
-                    compared = scoring.find_slots(scoring.compared)
-                    slots += range(before + compared.start, before + compared.stop)
-                    before += scoring.num_scored
-                values = compute(run, batch, slots=slots)
-                keep_values(step, chosen, values)
+            for batch in self.pack(key, passes, self.ranks.sharded, stats):
+                if batch.other_tokens is not None:
+                    stats.tokens += batch.other_tokens.input_ids.shape[1]
+                slots = batch.find_compared() if key.compared_with else None
+                keep_values(step, batch.entries, forward(run, batch, slots=slots))
 
     def pack(
-        self, key: PassKey, passes: Sequence[ScoringPass], all_ranks: bool, stats: PhaseStats | None
+        self, key: PassKey, entries: Sequence[RowPass], all_ranks: bool, stats: PhaseStats
     ) -> Iterator[Packed]:
         """Yield the micro-batches of a group's passes, each in one row.
 
         Args:
             key: The group.
-            passes: Its passes.
+            entries: Its passes, with their rows.
             all_ranks: Whether all ranks get equally many.
             stats: Counts the tokens.
         """
-        sequences = [scoring.build_sequence() for scoring in passes]
-        others = [scoring.compared_with.build_sequence() for scoring in passes if scoring.compared_with]
-        planned = self.plan(measure_lengths(passes, sequences, others or sequences), all_ranks)
+        sequences = [scoring.build_sequence() for _, scoring in entries]
+        others = [scoring.compared_with.build_sequence() for _, scoring in entries if scoring.compared_with]
+        planned = self.plan(measure_lengths(entries), all_ranks)
         with ExitStack() as stack:
-            other = self.find_model(key.compared_with.model) if key.compared_with else None
-            # Once for all micro-batches: the model may lie in main memory.
-            run_other = stack.enter_context(other.loaded_on(self.device)) if other else None
+            run_other, shares_head = None, False
+            if key.compared_with is not None:
+                other = self.find_model(key.compared_with.model)
+                # Once for all micro-batches: the model may lie in main memory.
+                run_other = stack.enter_context(other.loaded_on(self.device))
+                shares_head = other.is_policy and self.models[key.model].is_policy
             for number, (micro_batch, weight) in enumerate(planned, 1):
-                packed = PackedSequences.from_sequences(sequences, micro_batch.families, self.device)
-                against = None
-                if other is not None and run_other is not None and key.compared_with is not None:
-                    against = Compared(
-                        PackedSequences.from_sequences(others, micro_batch.families, self.device),
-                        run_other,
-                        key.compared_with,
-                        shares_head=other.is_policy and self.models[key.model].is_policy,
-                    )
-                if stats is not None:
-                    stats.tokens += packed.input_ids.shape[1]
-                yield Packed(
-                    micro_batch.indices, packed, key, self.head, against, weight, number == len(planned)
-                )
+                tokens = PackedSequences.from_sequences(sequences, micro_batch.families, self.device)
+                other_tokens = None
+                if run_other is not None:
+                    other_tokens = PackedSequences.from_sequences(others, micro_batch.families, self.device)
+                stats.tokens += tokens.input_ids.shape[1]
+                chosen, is_last = [entries[i] for i in micro_batch.indices], number == len(planned)
+                compared = run_other, other_tokens, shares_head
+                yield Packed(chosen, key, self.head, tokens, weight, is_last, *compared)
 
     def plan(self, lengths: list[SequenceLengths], all_ranks: bool) -> list[tuple[MicroBatch, float]]:
         """Divide sequences into micro-batches, each for one forward; return them with their weights.
@@ -371,8 +465,8 @@ class PassRunner:
     # With gradient
 
     def updates(
-        self, step: StepBatch, rows: Sequence[int], terms: Sequence[Any], stats: PhaseStats
-    ) -> Iterator[Micro]:
+        self, step: StepBatch, rows: Sequence[int], terms: Sequence[T], stats: PhaseStats
+    ) -> Iterator[tuple[T, Micro]]:
         """Yield the micro-batches of all loss terms, each inside the strategy's context for its backward.
 
         All ranks get equally many: the last backward of an update sums gradients over ranks.
@@ -380,7 +474,7 @@ class PassRunner:
         Args:
             step: The step.
             rows: This rank's part of the rows that the update learns from.
-            terms: The terms of the loss (`LossTerm`).
+            terms: The terms of the loss.
             stats: Counts the tokens that the policy computes.
         """
         rollouts, keys = step.rollouts(rows), list[PassKey]()
@@ -399,19 +493,10 @@ class PassRunner:
         if totals[-1]:
             self.ranks.raise_together(step)
         for number, (term, key, passes) in enumerate(zip(terms, keys, passes_of_terms, strict=True)):
-            for batch in self.pack(key, passes, True, stats):
+            for batch in self.pack(key, list(zip(rows, passes, strict=True)), True, stats):
                 with self.ranks.micro_batch(last=batch.is_last and number == len(terms) - 1):
-                    yield Micro(
-                        step,
-                        term,
-                        [rows[i] for i in batch.indices],
-                        [passes[i] for i in batch.indices],
-                        batch,
-                        batch.weight * self.ranks.world_size,
-                        totals[0],
-                        totals[1],
-                        totals[2 + number],
-                    )
+                    scale, num_scored = batch.weight * self.ranks.world_size, totals[2 + number]
+                    yield term, Micro(step, batch, scale, totals[0], totals[1], num_scored)
 
 
 def find_key(term: Any, passes: Sequence[ScoringPass]) -> PassKey:
@@ -472,26 +557,12 @@ def merge_passes(
 
 def merge_two(ours: ScoringPass, theirs: ScoringPass) -> ScoringPass | None:
     """Return one pass with the columns of both, if the tokens of one begin with the other's; else None."""
-    if (ours.model, ours.temperature) != (theirs.model, theirs.temperature):
+    shorter, longer = (ours, theirs) if len(ours.rest) < len(theirs.rest) else (theirs, ours)
+    settings = [(scoring.model, scoring.temperature, scoring.prefix) for scoring in (ours, theirs)]
+    is_nested = settings[0] == settings[1] and longer.rest[: len(shorter.rest)] == shorter.rest
+    if not is_nested or ours.compared_with or theirs.compared_with:
         return None
-    shorter, longer = (ours, theirs) if len(ours.mask) < len(theirs.mask) else (theirs, ours)
-    if not begins_with(longer, shorter) or (ours.compared_with and theirs.compared_with):
-        return None
-    how = ours if ours.compared_with else theirs
-    return replace(
-        longer,
-        scored={**ours.scored, **theirs.scored},
-        compared_with=how.compared_with,
-        divergence=how.divergence,
-    )
-
-
-def begins_with(longer: ScoringPass, shorter: ScoringPass) -> bool:
-    """Return whether the tokens of a pass begin with those of another one."""
-    if longer.prefix == shorter.prefix:
-        return longer.rest[: len(shorter.rest)] == shorter.rest
-    tokens = shorter.prefix + shorter.rest
-    return (longer.prefix + longer.rest)[: len(tokens)] == tokens
+    return replace(longer, scored={**ours.scored, **theirs.scored})
 
 
 @torch.no_grad()
@@ -540,12 +611,7 @@ def score_groups(step: StepBatch, reward: Reward) -> None:
         raise
 
 
-def forward(run: RunModel, micro: Micro) -> Values:
-    """Run the policy on a micro-batch, with gradient, and the model that it is compared with, without."""
-    return compute(run, micro.batch, micro.term.with_entropy)
-
-
-def compute(
+def forward(
     run: RunModel, batch: Packed, with_entropy: bool = False, slots: Sequence[int] | None = None
 ) -> Values:
     """Run a model on a packed row, and the one that it is compared with, which gets no gradient.
@@ -556,44 +622,45 @@ def compute(
         with_entropy: Whether entropies are wanted, where nothing is compared.
         slots: Which scored tokens are compared, where log-probs are wanted too; None: all are compared.
     """
-    packed, key, head, compared = batch.packed, batch.key, batch.head, batch.compared
-    if compared is None:
-        return Values(*run(compute_log_probs, packed, key.temperature, head, with_entropy))
+    tokens, key, head = batch.tokens, batch.key, batch.head
+    run_other, other_key = batch.run_other, key.compared_with
+    if run_other is None or other_key is None:
+        return Values(*run(compute_log_probs, tokens, key.temperature, head, with_entropy))
     with torch.no_grad():
-        other_hidden = compared.run(scored_hidden_states, compared.packed)  # (M, H)
+        other_hidden = run_other(scored_hidden_states, batch.other_tokens)  # (M, H)
 
     def with_model(model: Any) -> tuple[Tensor | None, Tensor]:
-        hidden, log_probs = scored_hidden_states(model, packed), None
+        hidden, log_probs = scored_hidden_states(model, tokens), None
         if slots is not None:
-            log_probs, _ = head_log_probs(model, hidden, packed.targets, key.temperature, head)
+            log_probs, _ = head_log_probs(model, hidden, tokens.targets, key.temperature, head)
             hidden = hidden[upload(slots, hidden.device, torch.long)]
 
         def with_other(other: Any) -> Tensor:
             ours = ModelHead(model, key.temperature)
-            theirs = ModelHead(other, compared.key.temperature, compared.key.exchanged)
+            theirs = ModelHead(other, other_key.temperature, other_key.exchanged)
             return head_divergence(ours, hidden, theirs, other_hidden, key.divergence, head)
 
-        return log_probs, with_other(model) if compared.shares_head else compared.run(with_other)
+        return log_probs, with_other(model) if batch.shares_head else run_other(with_other)
 
     log_probs, divergences = run(with_model)
     return Values(log_probs, None, divergences)
 
 
-def keep_values(step: StepBatch, passes: Sequence[RowPass], values: Values) -> None:
+def keep_values(step: StepBatch, entries: Sequence[RowPass], values: Values) -> None:
     """Put a micro-batch's values into the token columns, and let the step check that they are finite."""
-    assert values.log_probs is not None
-    log_probs = values.log_probs.split([scoring.num_scored for _, scoring in passes])
-    divergences: Sequence[Tensor] = ()
+    log_probs, divergences = list[Tensor](), list[Tensor]()
+    if values.log_probs is not None:
+        log_probs += values.log_probs.split([scoring.num_scored for _, scoring in entries])
     if values.divergences is not None:
-        slots = [scoring.find_slots(scoring.compared) for _, scoring in passes]
-        divergences = values.divergences.split([slot.stop - slot.start for slot in slots])
+        slots = [scoring.find_slots(scoring.compared) for _, scoring in entries]
+        divergences += values.divergences.split([slot.stop - slot.start for slot in slots])
     kept: dict[str, list[tuple[int, Tensor]]] = {}  # by what they are
-    for number, (row, scoring) in enumerate(passes):
+    for number, (row, scoring) in enumerate(entries):
         if row is None:
             continue
         for name in scoring.scored:
-            of_log_probs = log_probs[number][scoring.find_slots(name)]
-            value = divergences[number] if name == scoring.compared else of_log_probs
+            is_compared = name == scoring.compared
+            value = divergences[number] if is_compared else log_probs[number][scoring.find_slots(name)]
             step.tokens.setdefault(name, {})[row] = value
             kept.setdefault(scoring.describe(name), []).append((step.row_number(row), value))
     for what, parts in kept.items():
@@ -601,17 +668,14 @@ def keep_values(step: StepBatch, passes: Sequence[RowPass], values: Values) -> N
         step.checks.add(column, [len(value) for _, value in parts], what, [number for number, _ in parts])
 
 
-def measure_lengths(
-    passes: Sequence[ScoringPass], sequences: Sequence[ScoredSequence], others: Sequence[ScoredSequence]
-) -> list[SequenceLengths]:
+def measure_lengths(entries: Sequence[RowPass]) -> list[SequenceLengths]:
     """Return the lengths by which sequences are planned: of both models' where two are compared."""
+    pairs = [(scoring, scoring.compared_with or scoring) for _, scoring in entries]
     return [
         SequenceLengths(
-            scoring.family,
-            max(len(sequence.prefix), len(other.prefix)),
-            max(len(sequence.rest), len(other.rest)),
+            ours.family, max(len(ours.prefix), len(theirs.prefix)), max(len(ours.rest), len(theirs.rest))
         )
-        for scoring, sequence, other in zip(passes, sequences, others, strict=True)
+        for ours, theirs in pairs
     ]
 
 

@@ -36,15 +36,15 @@ from rlt_lightning.modules.checks import (
 )
 from rlt_lightning.modules.frozen import Model, RunModel
 from rlt_lightning.modules.language_model import LanguageModelModule
-from rlt_lightning.modules.losses import compute_loss
+from rlt_lightning.modules.losses import LossTerm, compute_loss
 from rlt_lightning.modules.optimizer import OptimizerConfig, build_optimizer, build_schedule, resume_schedule
 from rlt_lightning.modules.passes import Micro, PassRunner, forward
 from rlt_lightning.modules.phases import count_weights
 from rlt_lightning.modules.ranks import Ranks
 from rlt_lightning.modules.step_metrics import speed_metrics
 from rlt_lightning.numerics.divergence import Divergence
+from rlt_lightning.numerics.finite import NonFiniteError
 from rlt_lightning.numerics.packing import Layout
-from rlt_lightning.numerics.rewards import NonFiniteError
 from rlt_lightning.numerics.seeds import mix_seed
 from rlt_lightning.rewards.base import Reward
 from rlt_lightning.rollouts.step import POLICY
@@ -279,15 +279,12 @@ class PolicyModule(LanguageModelModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return AdamW and its schedule over the whole run; as in Lightning, a subclass may return others."""
-        optimizer = self.build_optimizer()
-        schedule = build_schedule(self.optimizer_config, optimizer, self.total_steps())
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-    def build_optimizer(self) -> torch.optim.Optimizer:
-        """Return AdamW of the trained weights, which steps them in one pass on a GPU, and where offloaded."""
+        # On a GPU, and where moments are offloaded, AdamW steps all weights in one pass.
         on_gpu = self.trainer.strategy.root_device.type == "cuda"
         fused = True if on_gpu or self.sharding.steps_on_cpu else None
-        return build_optimizer(self.optimizer_config, trained_parameters(self.policy), fused)
+        optimizer = build_optimizer(self.optimizer_config, trained_parameters(self.policy), fused)
+        schedule = build_schedule(self.optimizer_config, optimizer, self.total_steps())
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def total_steps(self) -> int:
         """Return the optimizer steps of the whole run.
@@ -351,12 +348,12 @@ class PolicyModule(LanguageModelModule):
         """Return the models by the names that scoring passes use."""
         return {POLICY: Model(self.run, is_policy=True)}
 
-    def forward_backward(self, micros: Iterable[Micro]) -> None:
+    def forward_backward(self, micros: Iterable[tuple[LossTerm, Micro]]) -> None:
         """Add the gradients of an update's micro-batches, which `PassRunner.updates` yields."""
         self.optimizers().zero_grad()  # type: ignore[union-attr]
-        for micro in micros:
-            computed = forward(self.run, micro)  # log-probs or divergences, with gradient
-            loss = compute_loss(micro, computed, self.global_step)
+        for term, micro in micros:
+            computed = forward(self.run, micro.batch, term.with_entropy)  # (M,), with gradient
+            loss = compute_loss(term, micro, computed, self.global_step)
             self.manual_backward(loss)
 
     def optimizer_step_now(self, is_last_update: bool = True) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from rlt_lightning.numerics.rewards import FiniteChecks
+from rlt_lightning.numerics.finite import FiniteChecks
 from rlt_lightning.numerics.transfers import upload
 from rlt_lightning.rollouts.step import StepBatch
 from rlt_lightning.run.ranks import gather_from_ranks, raise_from_ranks

@@ -18,7 +18,7 @@ The life of a step, on every rank; the steps marked * wait for the other ranks:
       ├ runner.updates        an update's micro-batches of each loss term, equally many on all ranks
       ├ forward_backward      for each of them (policy.py):
       │   ├ forward           log-probs with gradient, (M,)
-      │   ├ compute_loss      micro.term: LossInputs → LossOutput, whose figures the step keeps (losses.py)
+      │   ├ compute_loss      its term: LossInputs → LossOutput, whose figures the step keeps (losses.py)
       │   └ manual_backward   the last one sums gradients over ranks*
       ├ finish_update*        no rank has failed; `optimizer_step_now`: clip, AdamW (policy.py)
       └ log_iteration*        means over ranks → metrics.csv, W&B; callbacks read batch.rollouts, batch.step
@@ -31,6 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -41,11 +42,10 @@ from rlt_lightning.datamodules.stratos import StratosDataModule, get_stratos_dat
 from rlt_lightning.engines.base import Placement
 from rlt_lightning.models.embedded import DEFAULT_MODEL
 from rlt_lightning.models.load import Dtype
-from rlt_lightning.modules.credits import Credit, RewardCredit, pad_engine_log_probs
-from rlt_lightning.modules.losses import AnswerTerm, LossTerm, PolicyGradient, build_sampled_pass
+from rlt_lightning.modules.credits import Credit, RewardCredit
+from rlt_lightning.modules.losses import AnswerTerm, LossTerm, PolicyGradient, build_sampled_pass, list_passes
 from rlt_lightning.modules.on_policy import OnPolicyModule
-from rlt_lightning.modules.passes import PassRunner, score_groups, score_rollouts
-from rlt_lightning.modules.phases import PhaseStats
+from rlt_lightning.modules.passes import PassRunner, pad_engine_log_probs, score_groups, score_rollouts
 from rlt_lightning.modules.rollout_rows import predicted_rows
 from rlt_lightning.modules.step_metrics import (
     held_out_metrics,
@@ -141,7 +141,6 @@ class RLTModule(OnPolicyModule):
         self.teacher_log_probs = teacher_log_probs
         self.updates_per_rollout = updates_per_rollout
         self.num_epochs = num_epochs
-        self.loss_terms: list[LossTerm] = []  # built by `losses` for this step
         # A group of one has no baseline.
         for name, least in {"group_size": 2, "updates_per_rollout": 1, "num_epochs": 1}.items():
             if getattr(self, name) < least:
@@ -239,20 +238,20 @@ class RLTModule(OnPolicyModule):
 
     def training_step(self, batch: PromptBatch, batch_idx: int) -> None:
         """Run one RL iteration: sample, score with the student, compare within groups, step the teacher."""
-        sampler, runner, self.loss_terms = self.require_sampler(), self.build_runner(), self.losses
+        sampler, runner, terms = self.require_sampler(), self.build_runner(), self.losses
         # Sampled, read and scored; alike on all ranks.
-        step = self.collect(runner, sampler.request(batch.problems))
+        step = self.collect(runner, sampler.request(batch.problems), terms)
         for _ in range(sampler.max_rounds):  # of dynamic sampling; 0 without it
             others = sampler.request_others(step.find_flat_groups())
             if others is None:
                 break
-            step.replace(self.collect(runner, others), others.slots)
+            step.replace(self.collect(runner, others, terms), others.slots)
         sampler.submit_next()  # asynchronous rollouts: sampled while this step trains
         updates = [step.shard]
         if self.divides_again:
             with self.phase("score") as stats:
                 updates = step.split(self.updates_per_rollout, self.build_shards)
-                runner.run(step, step.shard, self.list_loss_passes, stats)
+                runner.run(step, step.shard, partial(list_passes, terms), stats)
                 step.share_tokens(self.credit.columns, self.ranks.sum_tensor)
         with self.phase("train") as stats:
             step.advantages = self.advantages(step.rewards, self.group_size)  # (N,), alike on every rank
@@ -260,9 +259,12 @@ class RLTModule(OnPolicyModule):
             metrics = []
             for number, rows in enumerate(updates * self.num_epochs, 1):  # one optimizer step each
                 # Forward, loss and backward of each micro-batch.
-                self.forward_backward(runner.updates(step, rows, self.loss_terms, stats))
+                self.forward_backward(runner.updates(step, rows, terms, stats))
                 metrics.append(self.finish_update(step, is_last_update=number == self.num_updates))
-        self.log_iteration(batch, step, average_metrics(metrics))
+        figures = average_metrics(metrics) | reward_metrics(step)
+        if sampler.max_rounds:
+            figures |= step.counts.compute_metrics(len(step.find_flat_groups()))
+        self.log_iteration(batch, step, figures)
 
     @property
     def num_updates(self) -> int:
@@ -288,68 +290,36 @@ class RLTModule(OnPolicyModule):
             return [gradient]
         return [gradient, AnswerTerm(score, self.policy_loss, self.student, self.answer_weight)]
 
-    def collect(self, runner: PassRunner, request: RolloutRequest) -> StepBatch:
-        """Return completions, which were read and scored as they came; all ranks get all rewards."""
+    def collect(self, runner: PassRunner, request: RolloutRequest, terms: Sequence[LossTerm]) -> StepBatch:
+        """Return completions, which were read and scored as they came; all ranks get all rewards.
+
+        A rank without a part of a chunk reads a dummy, since with sharded weights all ranks run a forward,
+        and so that it knows the columns. A failure of the reward is kept, as all ranks go on with the next
+        chunk: `raise_together` comes behind the last one.
+        """
         sampler, step = self.require_sampler(), StepBatch.of_request(request, self.build_shards())
+        recompute = self.teacher_log_probs == "recompute"
+
+        def declare(rollout: Rollout) -> list[ScoringPass]:
+            of_loss = [] if self.divides_again else list_passes(terms, rollout)
+            return self.reward.scoring_passes(rollout, self.student) + of_loss
+
         for chunk in sampler.stream(request):  # rows, alike on every rank
             with self.phase("score") as stats:
-                self.measure(runner, step, step.divide(chunk), chunk[:1], stats)
+                part = step.divide(chunk)
+                rows = part or chunk[:1]
+                runner.run(step, rows, declare, stats, recompute)
+                try:
+                    with torch.no_grad():
+                        step.put_numbers(part, self.reward.measure(step, rows, self.student))
+                except Exception as error:  # of a user's class: any
+                    step.keep_failure(error)
         self.require_fresh(request.policy_version)
         with self.phase("score"):
             self.ranks.raise_together(step)
             step.share(self.ranks.sum_tensor)
             score_groups(step, self.reward)
         return step
-
-    def measure(
-        self,
-        runner: PassRunner,
-        step: StepBatch,
-        part: Sequence[int],
-        dummy: Sequence[int],
-        stats: PhaseStats,
-    ) -> None:
-        """Let models read a part of the shard, and the reward measure it.
-
-        A rank without a part reads a dummy, since with sharded weights all ranks run a forward, and so that
-        it knows the names of the numbers. A failure of the reward is kept, as all ranks go on with the next
-        chunk: `raise_together` comes behind the last one.
-        """
-        rows = part or dummy
-        declare = self.list_reward_passes if self.divides_again else self.list_passes
-        runner.run(step, rows, declare, stats, self.teacher_log_probs == "recompute")
-        try:
-            with torch.no_grad():
-                numbers = self.reward.measure(step, rows, self.student)
-        except Exception as error:  # of a user's class: any
-            step.keep_failure(error)
-            return
-        step.put_numbers(part, numbers if part else {name: values[:0] for name, values in numbers.items()})
-
-    def list_reward_passes(self, rollout: Rollout) -> list[ScoringPass]:
-        """Return the scoring passes of a completion for the reward."""
-        return self.reward.scoring_passes(rollout, self.student)
-
-    def list_loss_passes(self, rollout: Rollout) -> list[ScoringPass]:
-        """Return the scoring passes of a completion for the loss, without gradient: the reference's."""
-        return [scoring for term in self.loss_terms for scoring in term.scoring_passes(rollout)]
-
-    def list_passes(self, rollout: Rollout) -> list[ScoringPass]:
-        """Return the scoring passes of a completion before the update."""
-        return self.list_reward_passes(rollout) + self.list_loss_passes(rollout)
-
-    def log_iteration(self, batch: PromptBatch, step: StepBatch, metrics: dict[str, Any]) -> None:
-        """Log a step's metrics, and give callbacks the step."""
-        rollouts = step.list_rollouts(step.logged)
-        batch.rollouts, batch.step = rollouts, step
-        batch.problems = [row.problem for row in rollouts.rollouts[:: self.group_size]]
-        sampler = self.require_sampler()
-        if sampler.max_rounds:
-            metrics |= step.counts.compute_metrics(len(step.find_flat_groups()))
-        metrics |= reward_metrics(step)
-        assert step.shards is not None
-        metrics |= self.measure_rollouts(rollouts, step.shards)
-        self.log_step(metrics, len(rollouts.rollouts))
 
     # Validation and prediction
 
@@ -363,8 +333,8 @@ class RLTModule(OnPolicyModule):
         """
 
         def declare(rollout: Rollout) -> list[ScoringPass]:
-            sampled = [build_sampled_pass(POLICY, rollout)] if recompute else []
-            return sampled + self.list_reward_passes(rollout)
+            sampled = [build_sampled_pass(rollout)] if recompute else []
+            return sampled + self.reward.scoring_passes(rollout, self.student)
 
         ask = recompute or self.teacher_log_probs == "recompute"
         return score_rollouts(self.build_runner(), self.reward, self.student, rollouts, declare, ask)
@@ -409,7 +379,7 @@ class RLTModule(OnPolicyModule):
         firsts = {rollout.completion.worker or "": rollout for rollout in reversed(rollouts.rollouts)}
         step = StepBatch.of_rollouts(replace(rollouts, rollouts=[*firsts.values()]))
         self.build_runner().run(
-            step, step.shard, lambda rollout: [build_sampled_pass(POLICY, rollout)], recompute=True
+            step, step.shard, lambda rollout: [build_sampled_pass(rollout)], recompute=True
         )
         for row, worker in enumerate(firsts):
             mismatch = self.compare_sampled(step, [row])

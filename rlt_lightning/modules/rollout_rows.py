@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -14,9 +13,9 @@ from rlt_lightning.rewards.base import CountedTokens
 from rlt_lightning.rewards.student import Student
 from rlt_lightning.rollouts.columns import Level, name_columns
 from rlt_lightning.rollouts.step import StepBatch
-from rlt_lightning.run.jsonl import JsonRow, read_whole_rows, rewrite
+from rlt_lightning.run.jsonl import JsonRow
 from rlt_lightning.tags import decode_each
-from rlt_lightning.types import InputError, Problem, PromptBatch
+from rlt_lightning.types import Problem, PromptBatch
 
 REFERENCE = ("answer", "kind", "numbers", "target")  # columns by which answers are judged
 # Columns of a source that a sampled row has anew; others with our names become `source_NAME`.
@@ -120,44 +119,3 @@ def build_token_columns(tokens: CountedTokens, student: Student) -> JsonRow:
         "solution_tokens": decode_each(student.format.student_tokenizer, tokens.solution),
         "solution_log_probs": [round(value, 6) for value in tokens.solution_log_probs],
     }
-
-
-def resume_rows(
-    path: Path,
-    problems: Sequence[Problem],
-    is_of: Callable[[JsonRow, Problem], bool],
-    rows_per_problem: int,
-    batch_size: int,
-    writes: bool,
-) -> int:
-    """Keep the rows of the batches that an earlier run finished, and return how many problems these are.
-
-    Args:
-        path: JSONL file of that run, its rows in the order of the problems.
-        problems: All problems of this run.
-        is_of: Whether a row belongs to a problem.
-        rows_per_problem: A problem with fewer rows was not finished.
-        batch_size: Problems of a batch. The rows of a batch that was not finished are dropped: scored in
-            another batch, they would differ by rounding.
-        writes: Whether to drop them from the file. All ranks read it, and one writes.
-
-    Raises:
-        InputError: If the rows belong to other problems.
-    """
-    lines: list[str] = []
-    belongs: list[bool] = []
-    for line, row in read_whole_rows(path):
-        position = len(lines) // rows_per_problem
-        belongs.append(position < len(problems) and is_of(row, problems[position]))
-        lines.append(line)
-    num_finished = len(lines) // rows_per_problem
-    if not all(belongs[: num_finished * rows_per_problem]):
-        raise InputError(
-            f"A resumed run must have the rows that it began with, but {path} has rows of other problems. "
-            "Restore data.source, or choose another --output_dir."
-        )
-    if num_finished < len(problems):
-        num_finished -= num_finished % batch_size
-    if writes and path.exists():
-        rewrite(path, lines[: num_finished * rows_per_problem])
-    return num_finished

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from rlt_lightning.datamodules.stages import StudentSFTData, TeacherSFTData
 from rlt_lightning.datamodules.stratos import get_stratos_data
@@ -16,7 +15,7 @@ from rlt_lightning.modules.losses import LossInputs, LossOutput, LossTerm
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.policy import PolicyModule
 from rlt_lightning.numerics.packing import Layout
-from rlt_lightning.rollouts.columns import REWARD, Table
+from rlt_lightning.rollouts.columns import REWARD
 from rlt_lightning.rollouts.step import POLICY, ScoringPass, StepBatch
 from rlt_lightning.types import InputError, SFTBatch, SFTExample
 
@@ -61,28 +60,26 @@ class SFTModule(PolicyModule):
 
     def training_step(self, batch: SFTBatch, batch_idx: int) -> None:
         """Take one optimizer step over all examples of the batch."""
-        step = batch.step = StepBatch.of_examples(examples := batch.examples)
+        step = batch.step = StepBatch.of_examples(batch.examples)
         with self.phase("train") as stats:
             # Forward, loss and backward of each micro-batch.
             self.forward_backward(self.build_runner().updates(step, step.shard, [CompletionLoss()], stats))
             self.ranks.raise_together(step)
-            step.set_scores(step.table)
+            score_examples(step)
             metrics = step.metrics | self.optimizer_step_now()
-        metrics |= self.speed_metrics(sum(len(example.token_ids) for example in examples))
+        metrics |= self.speed_metrics(sum(len(example.token_ids) for example in batch.examples))
         # Complete passes over the data.
-        self.log_step(metrics | {"data/epoch": float(self.current_epoch)}, len(examples))
+        self.log_step(metrics | {"data/epoch": float(self.current_epoch)}, len(batch.examples))
 
     def validation_step(self, batch: SFTBatch, batch_idx: int) -> None:
         """Keep the mean loss per completion token of held-out rows."""
         step = batch.step = StepBatch.of_examples(batch.examples)
         with self.phase("score"):
             self.build_runner().run(
-                step, step.shard, lambda example: [CompletionLoss().scoring_pass(example)]
+                step, step.shard, lambda row: [CompletionLoss().scoring_pass(row)], recompute=True
             )
-        by_row = step.tokens["completion"]
-        log_probs = torch.cat([*by_row.values()])
-        step.put_numbers([*by_row], mean_log_probs(log_probs, [len(part) for part in by_row.values()]))
-        step.set_scores(step.table)
+        score_examples(step)
+        log_probs = torch.cat([*step.tokens["completion"].values()])
         self.held_out.add({"policy/val_loss": -log_probs.mean()}, len(log_probs), {})
 
 
@@ -97,15 +94,15 @@ class CompletionLoss(LossTerm):
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """Return the loss."""
-        loss = -inputs.computed.values.sum() / inputs.micro.num_scored
-        lengths = [scoring.num_scored for scoring in inputs.micro.passes]
-        numbers = mean_log_probs(inputs.computed.values.detach(), lengths)
+        values = inputs.computed.values
+        loss = -values.sum() / inputs.micro.num_scored
         # Tokens in the loss of this step.
-        num_tokens = torch.tensor(float(sum(lengths)), device="cpu")
-        metrics = {"policy/loss": loss.detach(), "data/completion_tokens": num_tokens}
-        return LossOutput(loss, metrics, numbers=numbers)
+        num_tokens = torch.tensor(float(len(values)), device="cpu")
+        return LossOutput(loss, {"policy/loss": loss.detach(), "data/completion_tokens": num_tokens})
 
 
-def mean_log_probs(values: Tensor, lengths: list[int]) -> Table:
-    """Return the reward of each example: the mean of its log-probs, (M,) of all."""
-    return {REWARD: torch.stack([part.sum() / max(1, len(part)) for part in values.split(lengths)])}
+def score_examples(step: StepBatch) -> None:
+    """Reward each example with the mean of its log-probs, nats."""
+    means = [step.tokens["completion"][row].mean() for row in step.shard]
+    step.put_numbers(step.shard, {REWARD: torch.stack(means)})
+    step.set_scores(step.table)

@@ -348,14 +348,9 @@ def add_in_block_(values: Tensor, slots: Tensor, added: Tensor) -> Tensor:
 
 
 @functools.cache
-def compiled_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the compiled function; each function is compiled once."""
-    return torch.compile(function, dynamic=True)
-
-
 def choose_kernel(function: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
-    """Return the function, compiled if asked for."""
-    return compiled_kernel(function) if compiled else function
+    """Return the function, compiled if asked for; each function is compiled once."""
+    return torch.compile(function, dynamic=True) if compiled else function
 
 
 def add_product(

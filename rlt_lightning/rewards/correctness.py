@@ -82,7 +82,7 @@ class CorrectnessReward(TextReward):
             self.open(tags)
         assert self.judge is not None
         verdicts = self.judge.judge_all((r.text, r.problem.reference) for r in rollouts)
-        levels = {
+        levels: dict[Column, Any] = {
             Level(name): torch.tensor([float(getattr(verdict, name)) for verdict in verdicts])
             for name in ("correct", "formatted", "timed_out")
         }

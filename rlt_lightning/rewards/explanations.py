@@ -14,7 +14,7 @@ from rlt_lightning.rewards.base import KLOptions, Reward
 from rlt_lightning.rewards.student import Student
 from rlt_lightning.rollouts.step import POLICY, ScoringPass, StepBatch
 from rlt_lightning.run.console import announce
-from rlt_lightning.types import Completion, InputError, ModelView, Problem
+from rlt_lightning.types import InputError, ModelView, Problem
 
 announce_once = cache(announce)
 
@@ -65,8 +65,8 @@ def build_kl_passes(
 
     With the exact estimator the student is compared with the policy at the explanation.
     """
-    student_pass, given = build_solution_pass(student, view, student_temperature), count_given(view, options)
-    start = len(student_pass.prefix)
+    student_pass = build_solution_pass(student, view, student_temperature)
+    start, given = len(student_pass.prefix), len(view.problem.think_prefix) if options.score_given else 0
     explanation = start - given, start + view.num_own
     row, prompt, num_read = view.problem.row, view.problem.teacher_prompt, view.start + view.num_tokens
     first, end = len(prompt) + view.start, len(prompt) + num_read
@@ -87,7 +87,7 @@ def build_kl_passes(
     if given:  # the separator at the end of the prompt, which no engine has sampled
         scored = {"given": (len(prompt) - given, len(prompt))}
         once = ("given", row, given)
-        passes.append(ScoringPass(POLICY, [], prompt, scored, row, teacher_temperature, once))
+        passes.append(ScoringPass(POLICY, prompt, [], scored, row, teacher_temperature, once))
     return passes
 
 
@@ -104,30 +104,13 @@ def estimate_kl(step: StepBatch, row: int, options: KLOptions) -> Tensor:
     return span_kl(options.token_kl, teacher, student, spans)
 
 
-def count_given(view: ModelView, options: KLOptions) -> int:
-    """Return how many tokens at the end of the prompt r_KL counts."""
-    return len(view.problem.think_prefix) if options.score_given else 0
-
-
-def list_explanation_tokens(view: ModelView, score_given: bool) -> list[int]:
-    """Return the tokens that r_KL counts: the explanation and, with `score_given`, the separator before."""
-    return (view.problem.think_prefix if score_given else []) + view.compared
-
-
-def build_empty_completion(problem: Problem, chat_format: ChatFormat, text: str = "") -> Completion:
-    """Return an explanation without text, closed by its tag: the student then reads its tags and no more.
+def build_empty_view(problem: Problem, chat_format: ChatFormat, text: str = "") -> ModelView:
+    """Return an explanation without text, closed by its tag, as a student reads it: its tags and no more.
 
     Its tokens are those of an empty trace, and an explanation of exactly these gains 0. None of them counts
     in r_KL. With a text, which says nothing about the problem, it is that text.
     """
     completion = chat_format.completion_from_trace(problem, text)
-    # They enter nothing. Without them the teacher would read the step's completions again.
-    return replace(completion, log_probs=[0.0] * len(completion.token_ids))
-
-
-def build_empty_view(problem: Problem, chat_format: ChatFormat, text: str = "") -> ModelView:
-    """Return an empty explanation, or one that says nothing, as a student reads it."""
-    completion = build_empty_completion(problem, chat_format, text)
     return chat_format.build_rollout(problem, completion).require_view()
 
 

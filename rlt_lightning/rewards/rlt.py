@@ -31,7 +31,6 @@ from rlt_lightning.rewards.explanations import (
     build_empty_solution_pass,
     build_kl_passes,
     estimate_kl,
-    list_explanation_tokens,
 )
 from rlt_lightning.rewards.student import Student
 from rlt_lightning.rollouts.columns import Log, Record, Table
@@ -147,7 +146,8 @@ class RLTReward(Reward):
         """See `Reward.list_tokens`."""
         view = step.rollout(row).require_view()
         return CountedTokens(
-            list_explanation_tokens(view, self.score_given),
+            # With the separator before the explanation, if it counts.
+            (view.problem.think_prefix if self.score_given else []) + view.compared,
             step.tokens["kl"][row].tolist(),
             view.problem.solution_ids,
             step.tokens["solution"][row].tolist(),

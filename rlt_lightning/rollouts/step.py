@@ -29,8 +29,8 @@ from torch import Tensor
 from rlt_lightning.numerics.advantages import zero_std_groups
 from rlt_lightning.numerics.balance import balance_shards, imbalance
 from rlt_lightning.numerics.divergence import Divergence
+from rlt_lightning.numerics.finite import FiniteChecks, NonFiniteError, choose_remedy
 from rlt_lightning.numerics.packing import ScoredSequence, to_padded
-from rlt_lightning.numerics.rewards import FiniteChecks, NonFiniteError, choose_remedy
 from rlt_lightning.numerics.transfers import download, upload
 from rlt_lightning.rollouts.columns import REWARD, Column, Table
 from rlt_lightning.rollouts.dynamic_sampling import RefillCounts
@@ -183,7 +183,6 @@ class StepBatch:
         texts: By name what a reward found in a text, by row; of measured rows.
         table: By column one number per row, (N,); once it is shared alike on every rank.
         known: The first row that has the values which several share, by `ScoringPass.once`.
-        scored: Whether the table has the rewards of whole groups.
         counts: The cost of dynamic sampling.
         replaced: The sources of the completions that dynamic sampling replaced.
         advantages: One per row, (N,).
@@ -206,7 +205,6 @@ class StepBatch:
     texts: dict[str, dict[int, Any]] = field(default_factory=dict)
     table: Table = field(default_factory=dict)
     known: dict[Hashable, int] = field(default_factory=dict)
-    scored: bool = False
     counts: RefillCounts = field(default_factory=lambda: RefillCounts(0))
     replaced: list[tuple[RolloutRequest, int] | Rollout | SFTExample] = field(default_factory=list)
     advantages: Tensor | None = None
@@ -241,8 +239,7 @@ class StepBatch:
     @classmethod
     def of_examples(cls, examples: Sequence[SFTExample]) -> StepBatch:
         """Return the step of examples, which no other rank has, in place of completions."""
-        rows, sources = list(range(len(examples))), cast(list[Any], list(examples))
-        return cls(sources, 1, 1.0, 0, shard=rows, logged=list(rows))
+        return cls.of_rollouts(Rollouts(cast(list[Any], examples), 1, 0, 1.0))
 
     def __len__(self) -> int:
         return len(self.sources)
@@ -346,18 +343,14 @@ class StepBatch:
         return self.tokens[name][row]
 
     def put_numbers(self, rows: Sequence[int], values: Mapping[Column, Tensor]) -> None:
-        """Write numbers of rows that this rank has measured; none of a dummy, but columns and types.
-
-        Later mini-batches are divided otherwise: a row is recorded by the rank that read it for its score.
-        """
+        """Write numbers of rows that this rank has measured; none of a dummy, but columns and types."""
         rows_on = cache(lambda device: upload(list(rows), device))  # once for all columns
         for column, numbers in values.items():
             if column not in self.table:
                 self.table[column] = numbers.new_zeros(len(self))
             if rows:
                 self.table[column] = self.table[column].index_copy(0, rows_on(numbers.device), numbers)
-        if not self.scored:
-            self.measured = sorted({*self.measured, *rows})
+        self.measured = sorted({*self.measured, *rows})
 
     def share(self, sum_over_ranks: Callable[[Tensor], Tensor]) -> None:
         """Let all ranks have the whole table: one sum over ranks, to which each brings its rows.
@@ -420,7 +413,6 @@ class StepBatch:
     @property
     def rewards(self) -> Tensor:
         """Return the rewards, (N,)."""
-        assert self.scored, "the step has not been scored"
         return self.table[REWARD]
 
     def set_scores(self, table: Table) -> None:
@@ -435,7 +427,7 @@ class StepBatch:
                 f"rlt_lightning.rollouts.columns, but has {', '.join(map(repr, table))}. Correct what its "
                 "`measure` or `score` returns."
             )
-        self.table, self.scored = table, True
+        self.table = table
 
     def choose(self, rows: Sequence[int]) -> Table:
         """Return the table of some rows, in this order."""
@@ -444,23 +436,25 @@ class StepBatch:
 
     # The update
 
-    def add_loss(self, micro: Any, values: Tensor, output: Any) -> None:
+    def add_loss(self, micro: Any, source: object, values: Tensor, output: Any) -> None:
         """Add the figures of a micro-batch; one with scale 0 ran only because another rank ran one.
 
         Args:
             micro: The micro-batch.
-            values: The policy's values, (M,); checked before the optimizer steps.
+            source: The object that an error names if the loss is not finite.
+            values: The policy's values, (M,), kept as a token column; checked before the optimizer steps.
             output: The LossOutput.
         """
-        counts, [what] = [scoring.num_scored for scoring in micro.passes], micro.passes[0].scored
+        counts, [column] = [scoring.num_scored for scoring in micro.passes], micro.passes[0].scored
         numbers = [self.row_number(row) for row in micro.rows]
-        self.checks.add(values, counts, micro.passes[0].describe(what), numbers)
-        self.check_finite(output.loss.expand(len(micro.rows)), "loss", micro.term.source, micro.rows)
+        self.checks.add(values, counts, micro.passes[0].describe(column), numbers)
+        self.check_finite(output.loss.expand(len(micro.rows)), "loss", source, micro.rows)
+        parts = values.detach().split(counts)
+        self.tokens.setdefault(column, {}).update(zip(micro.rows, parts, strict=True))
         for name, value in output.metrics.items():
             self.metrics[name] = self.metrics.get(name, 0.0) + micro.scale * value
         for worker, mismatch in output.mismatch.items() if micro.scale else ():
             self.mismatches.setdefault(worker, []).append(mismatch)
-        self.put_numbers(micro.rows if micro.scale else [], output.numbers)
 
     # Dynamic sampling
 

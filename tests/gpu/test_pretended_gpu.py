@@ -56,7 +56,7 @@ WAITS = {
     "numerics/transfers.py:download": 1,  # recorded tokens
     "callbacks/recorder.py:_build_rows": 1,  # rewards, of which the extremes are recorded with tokens
     "numerics/rewards.py:require_tokens": 1,
-    "numerics/rewards.py:require_finite": 1,
+    "numerics/finite.py:require_finite": 1,
     "strategies/sharding.py:step": 1,  # the gradient's norm
     "modules/policy.py:optimizer_step_now": 1,
     "numerics/importance.py:read": 1,

@@ -109,7 +109,7 @@ def test_both_roles_have_the_gradient_of_jolt(plus: float, tiny_model: str, tmp_
     options |= {"advantages": GroupCenteredAdvantages(), "policy_loss": DAPOLoss(kl_coef=0.0)}
     jolt = JOLTModule(tiny_model, None, group_size=4, micro_batch_tokens=300, **options)
     jolt.credit = RoleCredit(
-        RewardCredit() + RatioCredit(weight=0.3), plus * RewardCredit() + RatioCredit(weight=0.7)
+        RewardCredit() + 0.3 * RatioCredit(), plus * RewardCredit() + 0.7 * RatioCredit()
     )
     batch, _, witness = fit(jolt, tiny_model, tmp_path, rows)
     policy = witness.load_policy(tiny_model)

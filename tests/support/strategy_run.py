@@ -143,9 +143,16 @@ class Counting(Counted, RLTModule):
 
     scored: ClassVar[Event] = Event()
 
-    def measure(self, *arguments: Any) -> None:
-        super().measure(*arguments)
-        self.scored.set()
+    def build_runner(self) -> PassRunner:
+        runner = super().build_runner()
+        right = runner.run
+
+        def run(*arguments: Any, **options: Any) -> None:
+            right(*arguments, **options)
+            self.scored.set()
+
+        runner.run = run  # type: ignore[method-assign]
+        return runner
 
 
 class Distilling(Counted, OPDModule):

@@ -13,7 +13,7 @@ import pytest
 from torch import Tensor
 
 from rlt_lightning.callbacks import ReferenceSync
-from rlt_lightning.modules import credits
+from rlt_lightning.modules import passes
 from rlt_lightning.modules.passes import PassRunner
 from rlt_lightning.numerics import TruncatedImportanceSampling, advantages, losses
 from rlt_lightning.rewards import RLTReward
@@ -28,8 +28,8 @@ def scale_by_micro_batches(patch: Patch) -> None:
 
     def updates(self: Any, *arguments: Any) -> Any:
         micro_batches = list(right(self, *arguments))
-        for micro in micro_batches:
-            yield micro._replace(scale=micro.scale / len(micro_batches))
+        for term, micro in micro_batches:
+            yield term, micro._replace(scale=micro.scale / len(micro_batches))
 
     patch.setattr(PassRunner, "updates", updates)
 
@@ -42,7 +42,7 @@ def turn_kl(patch: Patch) -> None:
 
 def shift_mask(patch: Patch) -> None:
     """Count a completion's tokens without its first one."""
-    right = credits.to_padded
+    right = passes.to_padded
 
     def to_padded(values: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor]:
         padded, mask = right(values, lengths)
@@ -50,7 +50,7 @@ def shift_mask(patch: Patch) -> None:
         mask[:, 0] = False
         return padded, mask
 
-    patch.setattr(credits, "to_padded", to_padded)
+    patch.setattr(passes, "to_padded", to_padded)
 
 
 def compare_across_problems(patch: Patch) -> None:

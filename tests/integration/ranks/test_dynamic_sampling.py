@@ -30,7 +30,7 @@ from rlt_lightning.modules import RLTModule
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.numerics.losses import GRPOLoss
 from rlt_lightning.rewards import CorrectnessReward, Reward, RLTReward
-from rlt_lightning.rollouts.columns import REWARD, Level, Term
+from rlt_lightning.rollouts.columns import REWARD, Term
 from rlt_lightning.rollouts.request import RolloutRequest
 from rlt_lightning.rollouts.step import Shards, StepBatch
 from rlt_lightning.types import Completion, InputError, Problem
@@ -71,13 +71,6 @@ def test_every_part_of_a_step_is_replaced() -> None:
     assert step.texts["answers"] == {2: "2", 5: "7", 0: "8"}
     assert (step.counts.rounds, step.counts.dropped_groups, step.counts.dropped_tokens) == (1, 2, 4)
     assert [number for _, number in step.replaced] == [4, 5, 0, 1]
-
-
-def test_a_row_is_recorded_by_the_rank_that_read_it_for_its_score() -> None:
-    # Of two mini-batches each is divided anew: this rank also updates with row 1, whose tokens it lacks.
-    step = build_step((3, 5), (0, 1, 2, 3), shard=(0, 2))
-    step.put_numbers([1], {Level("loss"): torch.zeros(1)})
-    assert step.measured == [0, 2]
 
 
 def test_equal_completions_get_the_same_numbers() -> None:

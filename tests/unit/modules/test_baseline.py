@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from math import log
 from pathlib import Path
 from typing import Any
@@ -87,9 +88,9 @@ def test_a_step_reads_each_problems_empty_explanation_once(
 
     # In chunks: the second and third bring nothing of a problem that the first did not have.
     step, packed = StepBatch.of_rollouts(Rollouts(rows, 4, 0, TEMPERATURE)), PhaseStats()
-    counts = []
+    declare, counts = partial(rlt.reward.scoring_passes, student=rlt.student), []
     for places in ([1, 6], [0, 4, 5], [2, 3, 7]):
-        rlt.build_runner().run(step, places, rlt.list_reward_passes, packed)
+        rlt.build_runner().run(step, places, declare, packed)
         counts.append(len(step.known))
     assert counts == [2, 2, 2]
     with torch.no_grad():

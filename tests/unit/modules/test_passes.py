@@ -12,7 +12,7 @@ from rlt_lightning.engines import Sampling
 from rlt_lightning.modules.frozen import Model
 from rlt_lightning.modules.passes import PassKey, PassRunner
 from rlt_lightning.modules.ranks import Ranks
-from rlt_lightning.numerics.rewards import NonFiniteError
+from rlt_lightning.numerics.finite import NonFiniteError
 from rlt_lightning.rollouts.request import RolloutRequest
 from rlt_lightning.rollouts.step import POLICY, ScoringPass, Shards, StepBatch
 from rlt_lightning.types import Completion, Problem, Rollout, Rollouts

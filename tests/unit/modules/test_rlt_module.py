@@ -26,8 +26,8 @@ from rlt_lightning.modules.frozen import Model
 from rlt_lightning.modules.optimizer import OptimizerConfig
 from rlt_lightning.modules.phases import count_weights
 from rlt_lightning.numerics.advantages import GroupNormalisedAdvantages
+from rlt_lightning.numerics.finite import NonFiniteError
 from rlt_lightning.numerics.losses import GRPOLoss
-from rlt_lightning.numerics.rewards import NonFiniteError
 from rlt_lightning.rewards import RLTReward
 from rlt_lightning.rewards.student import Student
 from rlt_lightning.rollouts.columns import Term

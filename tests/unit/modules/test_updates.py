@@ -26,7 +26,7 @@ LR = 0.05
 class PlainSteps(RLTModule):
     """RLT by SGD: a step shows a gradient as it is."""
 
-    def build_optimizer(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.policy.parameters(), lr=LR)
 
 

@@ -19,8 +19,8 @@ from rlt_lightning.callbacks import RolloutCallback
 from rlt_lightning.callbacks.rollout_checks import announce_weights
 from rlt_lightning.engines import Engine, HFEngine, Sampling, VLLMEngine
 from rlt_lightning.modules import RLTModule
-from rlt_lightning.modules.credits import pad_engine_log_probs
 from rlt_lightning.modules.losses import compare_with_engine
+from rlt_lightning.modules.passes import pad_engine_log_probs
 from rlt_lightning.modules.step_metrics import mismatch_metrics
 from rlt_lightning.numerics import GRPOLoss, TruncatedImportanceSampling
 from rlt_lightning.numerics.importance import Mismatch

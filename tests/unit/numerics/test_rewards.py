@@ -8,14 +8,8 @@ import torch
 from cases import GOLDEN_FOLDER
 
 from rlt_lightning.numerics.divergence import log_ratio_kl, schulman_kl
-from rlt_lightning.numerics.rewards import (
-    FiniteChecks,
-    NonFiniteError,
-    mean_of_tokens,
-    require_finite,
-    student_kl_penalty,
-    student_solution_reward,
-)
+from rlt_lightning.numerics.finite import FiniteChecks, NonFiniteError, require_finite
+from rlt_lightning.numerics.rewards import mean_of_tokens, student_kl_penalty, student_solution_reward
 from rlt_lightning.rewards import RLTReward
 from rlt_lightning.rollouts.columns import REWARD, Log, Record, Term
 

@@ -26,7 +26,7 @@ from rlt_lightning.callbacks import RolloutCallback
 from rlt_lightning.engines import EngineError, HFEngine, Sampling, WorkersLost
 from rlt_lightning.engines.threads import run_in_background
 from rlt_lightning.modules.rlt import RLTModule
-from rlt_lightning.numerics.rewards import NonFiniteError
+from rlt_lightning.numerics.finite import NonFiniteError
 from rlt_lightning.rollouts.dispatcher import Dispatcher
 from rlt_lightning.rollouts.request import Chunk, RolloutRequest
 from rlt_lightning.types import Completion
