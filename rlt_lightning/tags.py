@@ -150,10 +150,10 @@ class TagStyle:
                 f"Every tag must have text, but {', '.join(empty)} is empty. Fill it in data.tags."
             )
         for name, tag in tags.items():
-            for other, text in tags.items():
-                if name != other and tag in text:
+            for other_name, text in tags.items():
+                if name != other_name and tag in text:
                     raise InputError(
-                        f"No tag may occur in another one, but {name} '{tag}' is in {other} '{text}'. "
+                        f"No tag may occur in another one, but {name} '{tag}' is in {other_name} '{text}'. "
                         "Choose six different tags in data.tags."
                     )
 
@@ -165,10 +165,10 @@ class TagStyle:
         """Replace placeholders such as {thought_open} by the tags; other braces stay."""
         return fill_template(text, self.tags())
 
-    def translate(self, text: str, other: TagStyle) -> str:
+    def translate(self, text: str, style: TagStyle) -> str:
         """Replace these tags in a text by those of another style."""
         for name, tag in self.tags().items():
-            text = text.replace(tag, other.tags()[name])
+            text = text.replace(tag, style.tags()[name])
         return text
 
     def wrap(self, text: str) -> str:

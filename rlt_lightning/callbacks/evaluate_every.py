@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from typing import Any
+from typing import Any, cast
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -102,8 +102,7 @@ class EvaluateEvery(Callback):
         """Read the sets and check, before any model is loaded, that answers fit."""
         if stage != "fit":
             return
-        data, module = get_stratos_data(trainer), pl_module
-        assert isinstance(module, PolicyModule)
+        data, module = get_stratos_data(trainer), cast(PolicyModule, pl_module)
         require_student(data)
         self.questions = self._build_questions(data)
         context = context_length(module.pretrained, module.trust_remote_code)

@@ -20,23 +20,23 @@ def render(summary: dict[str, Any]) -> str:
     return f"# Evaluation of {name}\n\n{table}\nJudged by {summary['judge']}.\n"
 
 
-def build_result_row(found: dict[str, Any]) -> tuple[str, ...]:
+def build_result_row(results: dict[str, Any]) -> tuple[str, ...]:
     """Return one set's results, in the columns of `HEADER`."""
-    tokens = found.get("tokens_mean")
+    tokens = results.get("tokens_mean")
     return (
-        found["title"],
-        str(found["num_problems"]),
-        str(found["num_samples"]),
-        format_accuracy(found),
-        *(format_percent(found.get(name)) for name in PERCENTAGES),
+        results["title"],
+        str(results["num_problems"]),
+        str(results["num_samples"]),
+        format_accuracy(results),
+        *(format_percent(results.get(name)) for name in PERCENTAGES),
         "" if tokens is None else f"{tokens:.0f}",
     )
 
 
-def format_accuracy(found: dict[str, Any]) -> str:
+def format_accuracy(results: dict[str, Any]) -> str:
     """Return pass@1 with its standard error, in percent."""
-    error = found["standard_error"]
-    return format_percent(found["pass_at_1"]) + ("" if error is None else f" ± {format_percent(error)}")
+    error = results["standard_error"]
+    return format_percent(results["pass_at_1"]) + ("" if error is None else f" ± {format_percent(error)}")
 
 
 def format_percent(value: float | None) -> str:

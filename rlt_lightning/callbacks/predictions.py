@@ -22,7 +22,6 @@ from rlt_lightning.callbacks.rollout import RolloutCallback
 from rlt_lightning.checkpoints.card import CARD, write_data_card
 from rlt_lightning.datamodules.bad_rows import list_rows
 from rlt_lightning.datamodules.rows import QUESTION_COLUMNS, TRACE_COLUMN, find_tag, keep_columns
-from rlt_lightning.datamodules.stages import ScoringData, StudentRLData, TeacherRLData
 from rlt_lightning.datamodules.stratos import StratosDataModule, get_stratos_data
 from rlt_lightning.modules.rollout_rows import build_token_columns, read_reference
 from rlt_lightning.run.jsonl import JsonRow, format_line, read_json_rows, read_whole_rows, rewrite
@@ -30,7 +29,7 @@ from rlt_lightning.run.ranks import append_from_ranks
 from rlt_lightning.types import InputError, Problem
 
 Selection = Literal["first", "best_reward", "shortest", "all", "fits_context"]
-WRITTEN = (ScoringData, TeacherRLData, StudentRLData)  # the data whose rows are written
+WRITTEN = ("explanations", "answers")  # the samples of data whose rows are written
 SELECTED = "distillation.jsonl"
 
 
@@ -73,7 +72,8 @@ class DistillationWriter(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find out what an earlier run has finished; rows are in order, a problem's traces together."""
         self.path, self.num_finished = None, 0
-        if stage != "predict" or not isinstance(data := get_stratos_data(trainer), WRITTEN):
+        data = get_stratos_data(trainer)
+        if stage != "predict" or getattr(data, "samples", "") not in WRITTEN:
             return
         name = "scores.jsonl" if data.brings_completions else "traces.jsonl"
         self.path = Path(trainer.default_root_dir) / name

@@ -55,7 +55,7 @@ class FolderCheckpointIO(TorchCheckpointIO):
         tensors = {
             WEIGHTS: [(n.removeprefix(MODULE_PREFIX), weights[n]) for n, o in aliases.items() if n == o]
         }
-        state["aliases"] = {name: other for name, other in aliases.items() if name != other}
+        state["aliases"] = {name: stored for name, stored in aliases.items() if name != stored}
         [optimizer] = state.pop("optimizer_states", None) or [None]
         if optimizer is not None:
             state["optimizer_groups"] = optimizer["param_groups"]
@@ -92,7 +92,7 @@ def read_checkpoint(folder: Path) -> dict[str, Any]:
     """Return a checkpoint of any strategy without the optimizer's moments, as Lightning has it."""
     state = read_whole_state(folder)
     weights = {module_name(n): t for n, t in read_all(folder / WEIGHTS)}
-    state["state_dict"] = weights | {n: weights[other] for n, other in state.pop("aliases").items()}
+    state["state_dict"] = weights | {n: weights[stored] for n, stored in state.pop("aliases").items()}
     return state
 
 
@@ -249,7 +249,7 @@ def find_aliases(named_parameters: Iterator[tuple[str, Any]]) -> dict[str, str]:
     """Return the names of tied weights that are stored under another name, and that name."""
     first: dict[int, str] = {}
     pairs = [(name, first.setdefault(id(parameter), name)) for name, parameter in named_parameters]
-    return {module_name(name): module_name(other) for name, other in pairs if name != other}
+    return {module_name(name): module_name(stored) for name, stored in pairs if name != stored}
 
 
 def number_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -163,9 +163,9 @@ def list_changes(folder: Path, config: dict[str, Any]) -> list[str]:
 
     def select_fixed(settings: dict[str, Any]) -> dict[str, Any]:
         groups = ("model", "data", "rollouts", "optimizer", "lr_scheduler")
-        found = flatten({name: settings.get(name) for name in groups})
-        found |= flatten((settings.get("distillation") or {}).get("per_token"), ".distillation.per_token")
-        return {name: value for name, value in found.items() if not name.startswith(FREE_SETTINGS)}
+        fixed = flatten({name: settings.get(name) for name in groups})
+        fixed |= flatten((settings.get("distillation") or {}).get("per_token"), ".distillation.per_token")
+        return {name: value for name, value in fixed.items() if not name.startswith(FREE_SETTINGS)}
 
     old, new = select_fixed(before), select_fixed(config)
     return [

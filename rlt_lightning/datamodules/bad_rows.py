@@ -88,10 +88,10 @@ class BadRowReport:
 
 def group_rows(rows: Iterable[tuple[int, str]]) -> dict[str, list[int]]:
     """Return row numbers by reason, the most frequent reason first."""
-    found: dict[str, list[int]] = {}
+    groups: dict[str, list[int]] = {}
     for row, reason in sorted(rows):
-        found.setdefault(reason, []).append(row)
-    return dict(sorted(found.items(), key=lambda item: -len(item[1])))
+        groups.setdefault(reason, []).append(row)
+    return dict(sorted(groups.items(), key=lambda item: -len(item[1])))
 
 
 def list_reasons(rows: dict[str, list[int]]) -> str:

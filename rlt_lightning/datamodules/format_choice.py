@@ -173,7 +173,7 @@ def choose_format(
 
 def find_tags(*formats: ModelFormat | None) -> TagStyle | None:
     """Return the tags of the first format that is known."""
-    return next((found.tags for found in formats if found is not None), None)
+    return next((recorded.tags for recorded in formats if recorded is not None), None)
 
 
 def require_same(name: str, recorded: ModelFormat, value: TagStyle | str | None, setting: str) -> None:
@@ -223,10 +223,10 @@ def require_rows_agree(recorded: ModelFormat, name: str, prompts: Counter[str]) 
     """
     others = Counter({prompt: n for prompt, n in prompts.items() if prompt != recorded.system_prompt})
     if recorded.share == 1 and others:
-        [(other, _)] = others.most_common(1)
+        [(prompt, _)] = others.most_common(1)
         raise InputError(
             f"{name} was trained with {describe_prompt(recorded.system_prompt)}, but {others.total()} of "
-            f"{prompts.total()} rows have another, such as {quote_prompt(other)}. Add --data.force_format "
+            f"{prompts.total()} rows have another, such as {quote_prompt(prompt)}. Add --data.force_format "
             "true to train it with those of the rows, or --data.student_system_prompt to use its own for all "
             "rows."
         )

@@ -109,15 +109,15 @@ class StepLoader(Generic[Item, Batch]):
 
         They are fewer if as many items as an epoch has hold no more.
         """
-        found: list[int] = []
+        numbers: list[int] = []
         end = self.position + self._epoch_size
-        while len(found) < number and self.position < end:
+        while len(numbers) < number and self.position < end:
             item = self._number_at(self.position)
             self.position += 1
             if item not in self.served:
                 self.served.add(item)
-                found.append(item)
-        return [self.items[i] for i in found]
+                numbers.append(item)
+        return [self.items[i] for i in numbers]
 
     def rewind(self) -> None:
         """Go back by one batch, to serve it again: callbacks/checkpoint.py saves when its engine failed."""

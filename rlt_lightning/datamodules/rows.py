@@ -150,11 +150,11 @@ def _require_no_tag(column: str, text: str, tags: TagStyle, student_tags: TagSty
 
     Outside a conversation's turn, where the outer tags count, `<think>` marks a whole response.
     """
-    found = find_tag(text, tags, student_tags)
-    if found is None and not is_turn:
-        found = next((tag for tag in (R1.thought_open, R1.thought_close) if tag in text), None)
-    if found is not None:
-        raise BadRowError(BadRowReason.EXTRA_TAG, f"{column} holds the tag {found}")
+    tag = find_tag(text, tags, student_tags)
+    if tag is None and not is_turn:
+        tag = next((mark for mark in (R1.thought_open, R1.thought_close) if mark in text), None)
+    if tag is not None:
+        raise BadRowError(BadRowReason.EXTRA_TAG, f"{column} holds the tag {tag}")
 
 
 def _parse_custom(row: dict[str, Any], tags: TagStyle) -> ParsedRow:

@@ -63,18 +63,18 @@ def parse_sources(setting: Any) -> list[Source]:
     Raises:
         InputError: If one is neither a name nor rows.
     """
-    found: list[Source] = []
+    sources: list[Source] = []
     for value in [setting] if _is_table(setting) else as_list(setting):
         if isinstance(value, str | Path):
-            found.append(str(value))
+            sources.append(str(value))
         elif _is_table(value):
-            found.append(MemoryRows(value))
+            sources.append(MemoryRows(value))
         else:
             raise InputError(
                 "A source must be a name, a path, a list of dictionaries or a data set of `datasets`, or a "
                 f"list of these, but is of type {type(value).__name__}. Convert it."
             )
-    return found
+    return sources
 
 
 def _is_table(value: Any) -> bool:

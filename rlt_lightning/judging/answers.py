@@ -3,7 +3,7 @@ r"""Find the answer in a response and in a row: plain functions on bounded texts
     response ─ solution_block ─▶ solution ─ find_answer, find_letter ─▶ answer, or None
     row ─ read_reference ─▶ reference, or why no answer can ever be right
 
-The answer is read from the first of these places that the solution has:
+The answer is read from the first of these that the solution has:
 
 1. The last box that is not empty, joined with boxes before it if only `and`, `or`, a comma or a name lies
    between. If boxes are opened and none is closed, there is no answer.
@@ -151,7 +151,7 @@ SENTENCE_END = re.compile(
 # What makes a letter before it a variable: E = mc^2 is no option.
 OPERATION = r"\s+(?:[=<>^]|\\(?:[lg]e|ne|approx|in|cdot|times|cup|cap|pm)(?![a-z]))"
 LETTER = rf"(?:\(\s*[A-Ja-j]\s*\)|[A-J](?![A-Za-z0-9_'’+/=^]|\*\w|{OPERATION}))"
-LETTER_PLACE = re.compile(rf"{LETTER}|[a-j](?=\s*(?:[).,;:*$}}]|$))")
+ANY_LETTER = re.compile(rf"{LETTER}|[a-j](?=\s*(?:[).,;:*$}}]|$))")
 MORE_LETTERS = re.compile(
     r"\W{0,3}\s*(?:,|/|&|\+|and\b|or\b|、|和|或)\s*(?:and|or)?\s*(?:\(?[A-J](?!\w)|\([a-j]\))"
 )
@@ -260,7 +260,7 @@ def join_boxes(text: str, boxes: list[tuple[int, int, str]]) -> str:
         if end > start or not BETWEEN_BOXES.fullmatch(re.sub(r"\\text|[{}$\\()]", " ", text[end:start])):
             break
         # The same value may be boxed in two forms.
-        if not any(same_numbers(normalise(content), normalise(other)) for other in contents):
+        if not any(same_numbers(normalise(content), normalise(earlier)) for earlier in contents):
             contents.append(content)
         start = before
     return ", ".join(reversed(contents))
@@ -293,12 +293,12 @@ def is_final_line(line: str, text: str) -> bool:
 
 def find_in_prose(text: str) -> str | None:
     """Return the answer at the end of a text without marks."""
-    for found in reversed(list(ANNOUNCED.finditer(text))):
-        if (value := read_announced(text[found.end() :])) is not None:
+    for match in reversed(list(ANNOUNCED.finditer(text))):
+        if (value := read_announced(text[match.end() :])) is not None:
             return value
-    formulas = [found for found in FORMULA.finditer(text) if re.search(r"\w", found[0])]
+    formulas = [match for match in FORMULA.finditer(text) if re.search(r"\w", match[0])]
     # Behind an answer some text may name a variable again.
-    formulas = [found for found in formulas if re.search(r"\d", found[0])] or formulas
+    formulas = [match for match in formulas if re.search(r"\d", match[0])] or formulas
     text_of_numbers = REMARK.sub(r"\1", EMPHASIS.sub("", read_characters(text)))
     numbers = list(LAST_NUMBER.finditer(text_of_numbers))
     whole = text.strip()
@@ -424,9 +424,9 @@ def find_letter_in_prose(text: str) -> str | None:
     return read_letter(text.rpartition("\n")[2]) or (read_letter(first_line) if len(first_line) < 9 else None)
 
 
-def letter_at(text: str, place: int) -> str | None:
-    """Return the letter at a place of a text; an empty text if several stand there, None for another word."""
-    if (match := LETTER_PLACE.match(text, place)) is None:
+def letter_at(text: str, start: int) -> str | None:
+    """Return the letter at an index of a text; an empty one if several stand there, None for another word."""
+    if (match := ANY_LETTER.match(text, start)) is None:
         return None
     if MORE_LETTERS.match(text, match.end()):
         return ""
@@ -435,10 +435,10 @@ def letter_at(text: str, place: int) -> str | None:
     return None if is_word or CALLED_WRONG.match(text, match.end()) else letter.upper()
 
 
-def sentence_around(text: str, found: re.Match[str]) -> str:
+def sentence_around(text: str, match: re.Match[str]) -> str:
     """Return the sentence that a match stands in."""
-    start = max(text.rfind(mark, 0, found.start()) for mark in ".!?\n") + 1
-    end = re.compile(r"[.!?\n]").search(text, found.end())
+    start = max(text.rfind(mark, 0, match.start()) for mark in ".!?\n") + 1
+    end = re.compile(r"[.!?\n]").search(text, match.end())
     return text[start : end.start() if end else len(text)]
 
 
@@ -571,8 +571,8 @@ def read_countdown(reference: Reference) -> tuple[list[int], int] | None:
     """Return numbers and target of a Countdown problem, by its columns or question; None if it is none."""
     if reference.get("kind") == "countdown" and {"numbers", "target"} <= reference.keys():
         return [int(number) for number in reference["numbers"]], int(reference["target"])
-    found = COUNTDOWN_QUESTION.match(str(reference.get("question") or ""))
-    return ([int(number) for number in re.findall(r"\d+", found[2])], int(found[1])) if found else None
+    match = COUNTDOWN_QUESTION.match(str(reference.get("question") or ""))
+    return ([int(number) for number in re.findall(r"\d+", match[2])], int(match[1])) if match else None
 
 
 def solves_countdown(expression: str, numbers: list[int], target: int) -> bool:

@@ -300,9 +300,9 @@ def same_numbers(a: str, b: str) -> bool | None:
     return same_quantity(first, second)
 
 
-def needs_formula(unit: frozenset[str], other: frozenset[str], is_doubtful: bool) -> bool:
+def needs_formula(unit: frozenset[str], other_unit: frozenset[str], is_doubtful: bool) -> bool:
     """Return whether a unit on one side only, or another one there, may be variables: `6 s` beside `6`."""
-    return is_doubtful and not (unit and other and same_unit(unit, other))
+    return is_doubtful and not (unit and other_unit and same_unit(unit, other_unit))
 
 
 def same_answer(reference: str, answer: str) -> bool:
@@ -333,13 +333,13 @@ def read_approximation(text: str, is_reference: bool = False) -> list[Parsed]:
     members, relations = split_relations(text)
     if r"\approx" not in relations or not {"=", r"\approx"} >= set(relations) or len(split_parts(text)) > 1:
         return [read_answer(text)]
-    place = relations.index(r"\approx")
-    (exact, unit, _), decimal = split_unit(members[place]), read_quantity(members[-1])
+    index = relations.index(r"\approx")
+    (exact, unit, _), decimal = split_unit(members[index]), read_quantity(members[-1])
     formula = parse_formula(exact) if is_constant(exact) else None
     if formula is None or is_huge(formula) or formula.free_symbols:
         return [read_answer(text)]
-    name = "=".join([*members[:place], ""])
-    answers = [read_answer(name + members[place])]
+    name = "=".join([*members[:index], ""])
+    answers = [read_answer(name + members[index])]
     if decimal is None:
         return answers
     try:
@@ -430,13 +430,13 @@ def same_leaf(a: str, b: str) -> bool:
         a, b = write_unit(a), write_unit(b)
     if (is_same := same_numbers(a, b)) is not None:
         return is_same
-    (formula, unit, doubtful), (other_formula, other, other_doubtful) = split_unit(a), split_unit(b)
-    if not needs_formula(unit, other, doubtful or other_doubtful):
+    (formula, unit, doubtful), (other_formula, other_unit, other_doubtful) = split_unit(a), split_unit(b)
+    if not needs_formula(unit, other_unit, doubtful or other_doubtful):
         a, b = formula, other_formula
     else:
-        unit = other = frozenset()
-    if is_words(a) or is_words(b) or not same_unit(unit, other):
-        return squeeze(a) == squeeze(b) and same_unit(unit, other)
+        unit = other_unit = frozenset()
+    if is_words(a) or is_words(b) or not same_unit(unit, other_unit):
+        return squeeze(a) == squeeze(b) and same_unit(unit, other_unit)
     if ":" in a or ":" in b:
         ratios = a.split(":"), b.split(":")
         return len(ratios[0]) == len(ratios[1]) and all(map(same_leaf, *ratios))
@@ -720,9 +720,9 @@ def choose_point(a: Any, b: Any, point: int) -> dict[Any, Any]:
     largest = max((abs(number) for number in a.atoms(Rational) | b.atoms(Rational)), default=0)
     scale = [1, 10, min(max(40, 2 * int(largest)), MAX_SCALE)][max(0, point // 2 - 1)]
     values = {}
-    for place, name in enumerate(sorted(a.free_symbols | b.free_symbols, key=str)):
+    for index, name in enumerate(sorted(a.free_symbols | b.free_symbols, key=str)):
         # At other points half of the variables are negative: |x| is not x there.
-        sign = -1 if point not in POSITIVE and (place + point) % 2 else 1
+        sign = -1 if point not in POSITIVE and (index + point) % 2 else 1
         values[name] = Rational(sign * scale * Random(f"{name}{point}").randrange(1010, 3000), 1009)
     return values
 

@@ -163,11 +163,12 @@ class Judge:
 
     def is_formatted(self, response: str) -> bool:
         """Return whether a response has a thought and then a solution, each between its tags."""
-        tags = self.tags
-        following, found = response, "found"
+        tags, rest = self.tags, response
         for tag in (tags.thought_open, tags.thought_close, tags.solution_open, tags.solution_close):
-            _, found, following = following.partition(tag)
-        return bool(found)
+            if tag not in rest:
+                return False
+            rest = rest.partition(tag)[2]
+        return True
 
     def start(self) -> None:
         """Start the processes now, and not with the first response, so that nothing is sampled in vain.

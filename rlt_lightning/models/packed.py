@@ -243,7 +243,7 @@ def verify_layout(run: Callable[..., Any], name: str, wanted: Layout) -> Layout:
     if wanted != "shared_prefix":
         theirs = [attention] if attention != SEGMENT_ATTENTION else []
         theirs += call_model(run, list_own_attentions)
-        candidates += [(other, "single") for other in dict.fromkeys(theirs)]
+        candidates += [(own, "single") for own in dict.fromkeys(theirs)]
     faults: list[str] = []
     for attention, layout in candidates:
         call_model(run, set_attention, attention)

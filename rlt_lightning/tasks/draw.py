@@ -56,19 +56,19 @@ def draw_different(
         raise InputError(
             f"The {source} source has the splits train and test, but got '{split}'. Use one of them."
         )
-    found: set[str] = set()
+    texts: set[str] = set()
     misses = 0
-    while len(found) < num_rows:
+    while len(texts) < num_rows:
         problem = draw()
         text = write_text(problem)
-        if text not in found and find_split(text, splits) == split:
-            found.add(text)
+        if text not in texts and find_split(text, splits) == split:
+            texts.add(text)
             misses = 0
             yield problem
             continue
         misses += 1
         if misses > MAX_MISSES:
             raise InputError(
-                f"The {source} source has about {len(found)} different rows of these settings, but "
+                f"The {source} source has about {len(texts)} different rows of these settings, but "
                 f"{num_rows} were asked for. Lower data.num_embedded_rows."
             )
