@@ -1,6 +1,6 @@
 """Problems that this package generates, as sources for `data.source` that need no download.
 
-    countdown    make a target from numbers; a solver finds a solution wherever there is one
+    countdown    make a target from numbers
     stepwise     chains and word sums, whose traces are of uneven quality, like raw reasoning traces
 
 All use `draw.py`, by which a problem belongs to one split, whatever the seed.
