@@ -35,14 +35,14 @@ from rlt_lightning.datamodules import StratosDataModule
 from rlt_lightning.datamodules.items import FIXED_PIECES
 from rlt_lightning.engines import HFEngine, VLLMEngine
 from rlt_lightning.models.embedded import DEFAULT_MODEL, MINIATURES, WHEEL_SHA256, cache_folder
-from rlt_lightning.models.kernels import find_blocks
+from rlt_lightning.models.kernels import Heads, find_blocks
 from rlt_lightning.models.load import meta_model, model_config
 from rlt_lightning.models.lora import LoRA, add_adapter
 from rlt_lightning.models.quantised import nf4_bytes, quantisable_layers, require_settings
 from rlt_lightning.modules.checks import require_precision, require_whole_models
 from rlt_lightning.modules.on_policy import is_on_policy
 from rlt_lightning.modules.optimizer import states_8bit_bytes
-from rlt_lightning.modules.phases import list_heads, resident_bytes
+from rlt_lightning.modules.phases import resident_bytes
 from rlt_lightning.modules.policy import PolicyModule
 from rlt_lightning.numerics.head import block_size
 from rlt_lightning.strategies import NAMED
@@ -153,14 +153,16 @@ class Model:
             self.cast_bytes = 2 * (self.block if one_block else sum(in_blocks))
         self.num_words = head.out_features
         self.head_grad = head.weight.numel() * self.gathered_bytes if head.weight.requires_grad else 0
-        kv_heads = getattr(config, "num_key_value_heads", None)
-        numbers = sum(2 * (kv_heads or heads) * size for heads, size in list_heads(config))
+        layers = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
+        heads = [Heads.of(layer, model.dtype) for layer in layers]
+        numbers = sum(2 * layer.num_keys * layer.size for layer in heads)
         self.kv_bytes = numbers * (2 if mixed else self.gathered_bytes)  # per token
         self.hidden = config.hidden_size
         self.residual_bytes = self.hidden * self.gathered_bytes
-        self.count_activations(config, blocks[0], 2 if autocast else self.gathered_bytes)
+        widest = max(heads, key=lambda layer: layer[:3])
+        self.count_activations(config, widest, blocks[0], 2 if autocast else self.gathered_bytes)
 
-    def count_activations(self, config: Any, block: Any, size: int) -> None:
+    def count_activations(self, config: Any, heads: Heads, block: Any, size: int) -> None:
         """Set the bytes of a token that a block keeps, adds in its backward, and needs in a forward.
 
         A block of a Llama computes, in this order: a norm, queries, keys and values, attention, its
@@ -170,11 +172,11 @@ class Model:
 
         Args:
             config: The model's configuration.
+            heads: Those of its widest layer.
             block: One of its blocks.
             size: Bytes of a number that matrix products return.
         """
-        heads, head_size = max(list_heads(config))
-        keys = (getattr(config, "num_key_value_heads", None) or heads) * head_size
+        queries, keys = heads.num_queries * heads.size, heads.num_keys * heads.size
         # Models such as GPT-2 name none: four times as wide as hidden states.
         mlp = getattr(config, "intermediate_size", None) or 4 * self.hidden
         if experts := getattr(config, "num_experts_per_tok", None):
@@ -183,8 +185,8 @@ class Model:
         # A norm computes in fp32; autocast casts its results once more.
         norms = 2 * (13 if casts else 4 + 2 * size) * self.hidden
         if any(name.endswith("q_norm") for name, _ in block.named_modules()):
-            norms += (4 + size) * (heads * head_size + keys)
-        self.kept = norms + size * (2 * (heads * head_size + keys) + 4 * mlp)
+            norms += (4 + size) * (queries + keys)
+        self.kept = norms + size * (2 * (queries + keys) + 4 * mlp)
         self.backward = size * (2 * mlp - self.hidden)
         self.forward = size * (3 * mlp + 4 * self.hidden + keys) + (8 * self.hidden if casts else 0)
 
@@ -388,8 +390,8 @@ class Plan:
         policy = self.policy
         if policy.states_8bit is not None:
             return policy.states_8bit
-        other = policy.weight_bytes != self.master_bytes or self.sharding != "zero3"
-        numbers = policy.trained * (2 + (self.is_deepspeed and other))
+        has_copy = policy.weight_bytes != self.master_bytes or self.sharding != "zero3"
+        numbers = policy.trained * (2 + (self.is_deepspeed and has_copy))
         return numbers * self.master_bytes / self.count_shards("states")
 
     def count_gradient_bytes(self) -> float:

@@ -99,12 +99,12 @@ class Heads(NamedTuple):
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, model: Any) -> Heads:
-        """Return the heads of a model, and the type in which it computes."""
-        config = model.config.get_text_config()
-        num_keys = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return cls(config.num_attention_heads, num_keys, size, computing_dtype(model))
+    def of(cls, config: Any, dtype: torch.dtype) -> Heads:
+        """Return the heads of a model or of a layer, by its configuration; none where it has no attention."""
+        num_queries = getattr(config, "num_attention_heads", None) or 0
+        num_keys = num_queries and (getattr(config, "num_key_value_heads", None) or num_queries)
+        size = getattr(config, "head_dim", None) or config.hidden_size // max(1, num_queries)
+        return cls(num_queries, num_keys, size, dtype)
 
 
 def choose_attention(model: Any, wanted: AttentionKernel | None, device: torch.device) -> str:
@@ -117,7 +117,7 @@ def choose_attention(model: Any, wanted: AttentionKernel | None, device: torch.d
         return f"transformers' {chosen}"
     if wanted is None and device.type != "cuda":
         return KERNELS[device.type].name if device.type in KERNELS else LOOP
-    heads = Heads.of(model)
+    heads = Heads.of(model.config.get_text_config(), computing_dtype(model))
     if wanted is None and not TorchKernel().supports(heads.dtype, heads.size):
         return f"{LOOP} (there is no kernel for {heads.dtype} and heads of {heads.size} dimensions)"
     defaults = ["flash_attn", "torch"] if find_spec("flash_attn") else ["torch"]

@@ -112,13 +112,3 @@ def count_weights(model: Any) -> float:
         if len(shape) >= 2 and parameter is not embedding:
             weights += math.prod(shape) * (chosen if len(shape) == 3 else 1)
     return weights
-
-
-def list_heads(config: Any) -> list[tuple[int, int]]:
-    """Return how many attention heads each layer has, and their size; 0 heads where there is no attention."""
-    layers = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
-    all_heads = []
-    for layer in layers:
-        heads = getattr(layer, "num_attention_heads", None) or 0
-        all_heads.append((heads, getattr(layer, "head_dim", None) or layer.hidden_size // max(1, heads)))
-    return all_heads
