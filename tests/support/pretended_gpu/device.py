@@ -330,7 +330,6 @@ def clone_storage(self: torch.UntypedStorage) -> torch.UntypedStorage:
 
 torch.UntypedStorage.resize_ = resize_storage  # type: ignore[method-assign]
 torch.UntypedStorage.clone = clone_storage  # type: ignore[method-assign]
-torch.UntypedStorage.clone = clone_storage  # type: ignore[method-assign]
 
 # What CUDA IPC shares, by its handle: only this process can open it.
 SHARED: dict[bytes, torch.UntypedStorage] = {}
