@@ -99,7 +99,7 @@ def build_sampled_pass(rollout: Rollout, model: str = POLICY, column: str = "sam
     return ScoringPass(model, prompt, tokens, scored, problem.row)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class PolicyGradient(LossTerm):
     """The policy loss on the sampled tokens.
 
@@ -155,7 +155,7 @@ class PolicyGradient(LossTerm):
         return LossOutput(loss, metrics, mismatch)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class AnswerTerm(LossTerm):
     """The policy ascends the solution's score itself, where it is the student of a likelihood reward.
 

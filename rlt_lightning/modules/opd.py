@@ -245,7 +245,7 @@ class OPDModule(OnPolicyModule):
         self.held_out.add(figures, int(step.table[JUDGED].sum()), {})
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Distillation(LossTerm):
     """The divergence of the student from a teacher that sees the solution, over judged tokens.
 

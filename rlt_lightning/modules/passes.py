@@ -7,11 +7,11 @@ A `ScoringPass` (rollouts/step.py) is a sequence that a model reads, with the ra
     updates   the policy's passes of each loss term ─▶ micro-batches, equally many on all ranks ─▶ `forward`,
               with gradient, in the module's training_step
 
-Two passes over a row are merged if the tokens of one begin with those of the other: the reference reads a
-completion for the KL penalty and, as the student, with the solution after it; in validation all sampled
-tokens have those of r_KL among them. Passes over different rows are shared only by `ScoringPass.once`. With
-sharded weights every forward waits for all ranks: all run the same groups, and a rank that has nothing in one
-runs two tokens as a dummy. Scoring draws no random numbers.
+Two passes over a row are merged if they have one prefix and one's rest begins with the other's: the reference
+reads a completion for the KL penalty and, as the student, with the solution after it; in validation all
+sampled tokens have those of r_KL among them. Passes over different rows are shared only by
+`ScoringPass.once`. With sharded weights every forward waits for all ranks: all run the same groups, and a
+rank that has nothing in one runs two tokens as a dummy. Scoring draws no random numbers.
 """
 
 from __future__ import annotations
@@ -560,9 +560,11 @@ def merge_two(ours: ScoringPass, theirs: ScoringPass) -> ScoringPass | None:
     shorter, longer = (ours, theirs) if len(ours.rest) < len(theirs.rest) else (theirs, ours)
     settings = [(scoring.model, scoring.temperature, scoring.prefix) for scoring in (ours, theirs)]
     is_nested = settings[0] == settings[1] and longer.rest[: len(shorter.rest)] == shorter.rest
-    if not is_nested or ours.compared_with or theirs.compared_with:
+    if not is_nested or (ours.compared_with and theirs.compared_with):
         return None
-    return replace(longer, scored={**ours.scored, **theirs.scored})
+    how = ours if ours.compared_with else theirs
+    scored = {**ours.scored, **theirs.scored}
+    return replace(longer, scored=scored, compared_with=how.compared_with, divergence=how.divergence)
 
 
 @torch.no_grad()

@@ -442,7 +442,8 @@ class StepBatch:
         Args:
             micro: The micro-batch.
             source: The object that an error names if the loss is not finite.
-            values: The policy's values, (M,), kept as a token column; checked before the optimizer steps.
+            values: The policy's values, (M,), checked before the optimizer steps. They are kept as a token
+                column, but leave what the reward or an earlier update has put there.
             output: The LossOutput.
         """
         counts, [column] = [scoring.num_scored for scoring in micro.passes], micro.passes[0].scored
@@ -450,7 +451,7 @@ class StepBatch:
         self.checks.add(values, counts, micro.passes[0].describe(column), numbers)
         self.check_finite(output.loss.expand(len(micro.rows)), "loss", source, micro.rows)
         parts = values.detach().split(counts)
-        self.tokens.setdefault(column, {}).update(zip(micro.rows, parts, strict=True))
+        self.tokens[column] = dict(zip(micro.rows, parts, strict=True)) | self.tokens.get(column, {})
         for name, value in output.metrics.items():
             self.metrics[name] = self.metrics.get(name, 0.0) + micro.scale * value
         for worker, mismatch in output.mismatch.items() if micro.scale else ():

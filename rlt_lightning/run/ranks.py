@@ -44,7 +44,7 @@ def join_nodes(num_nodes: int) -> None:
     Raises:
         InputError: If it names others than the trainer has, or SLURM's variables are not those of srun.
     """
-    if SLURMEnvironment.detect():
+    if SLURMEnvironment.detect() and not TorchElasticEnvironment.detect():  # as Lightning chooses
         try:
             SLURMEnvironment()
         except RuntimeError as error:

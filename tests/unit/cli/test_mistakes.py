@@ -39,6 +39,7 @@ from rlt_lightning.modules import OPDModule, SFTModule
 from rlt_lightning.modules.checks import count_steps
 from rlt_lightning.numerics import TruncatedImportanceSampling
 from rlt_lightning.rewards import CorrectnessReward
+from rlt_lightning.run.ranks import join_nodes
 from rlt_lightning.types import InputError
 
 CONFIGS = {
@@ -233,3 +234,6 @@ def test_tasks_without_srun_end_in_one_line(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(InputError, match="--ntasks-per-node=4"):
         Trainer("run", accelerator="cpu")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "torchrun inside the allocation")
+    join_nodes(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from rlt_lightning.modules.step_metrics import reward_metrics
 from rlt_lightning.rewards import CorrectnessReward
 from rlt_lightning.rollouts.columns import REWARD, Level, Log, Term
 from rlt_lightning.rollouts.request import RolloutRequest
-from rlt_lightning.rollouts.step import Shards, StepBatch
+from rlt_lightning.rollouts.step import ScoringPass, Shards, StepBatch
 from rlt_lightning.tags import R1, TagStyle
 from rlt_lightning.types import Completion, InputError, Problem, Rollout, Rollouts
 
@@ -194,6 +195,15 @@ def test_a_column_may_not_take_the_name_of_another() -> None:
     for column in (Term("std"), Level("mean"), Term("group_std"), Log("reward/mean")):
         with pytest.raises(TypeError, match="multiple values for keyword argument"):
             reward_metrics(scored(column))
+
+
+def test_a_loss_leaves_the_reward_its_token_columns() -> None:
+    step, scoring = scored(), ScoringPass("policy", [1], [2], {"solution": (1, 2)})
+    step.tokens["solution"] = {0: torch.tensor([-0.5])}  # of the student; row 1 is another rank's
+    micro = SimpleNamespace(rows=[0, 1], passes=[scoring, scoring], scale=1.0)
+    output = SimpleNamespace(loss=torch.zeros(()), metrics={}, mismatch={})
+    step.add_loss(micro, None, torch.tensor([-1.0, -2.0]), output)
+    assert step.tokens["solution"] == {0: torch.tensor([-0.5]), 1: torch.tensor([-2.0])}
 
 
 def test_ranks_share_the_tokens_of_a_reward() -> None:
