@@ -57,6 +57,7 @@ RUNGS = {
 }
 ANSWERS = {"greedy": "Greedily", "sampled": "At T 0.7"}
 SAMPLED = ("traces.jsonl", "responses.jsonl")  # a row has the tokens that were sampled for it
+GAP = 0.05  # nats: narrower ones lie between traces of one kind, in five tasks of research/
 MOST_REPEATS = 16  # of a few chosen rows, so that all stages take as many steps
 ALPHA = 0.05
 
@@ -142,18 +143,21 @@ def count_traces(folder: Path) -> int:
 # What a stage learns from
 
 
-def choose_rows(way: str, rows: Iterable[JsonRow]) -> list[JsonRow]:
+def choose_rows(way: str, rows: Iterable[JsonRow], num_rows: int) -> list[JsonRow]:
     """Return the rows of a file that a stage learns from.
 
     Args:
         way: `all`; of traces that fit a student the `first` of each row, the `best` by the reward, or the
-            best `quarter` of these over all rows; or the best `eighth` of scored rows.
+            best `quarter` of these over all rows; the best `eighth` of scored rows; or those above a `gap`.
         rows: The rows of traces.jsonl, distillation.jsonl or scores.jsonl.
+        num_rows: The number of all train rows.
     """
     if way == "all":
         return list(rows)
     if way == "eighth":
         return rank_rows(rows, 8)
+    if way == "gap":
+        return above_gap(rank_rows(rows)[: max(1, num_rows // 2)])
     fitting = [row for row in rows if row["fits"]]
     if way == "first":
         return [row for row in fitting if row["trace"] == 0]
@@ -162,10 +166,23 @@ def choose_rows(way: str, rows: Iterable[JsonRow]) -> list[JsonRow]:
     return best if way == "best" else rank_rows(best, 4)
 
 
-def rank_rows(rows: Iterable[JsonRow], part: int) -> list[JsonRow]:
-    """Return the best one of `part` of rows by their reward, at least one row."""
-    ranked = sorted(rows, key=lambda row: -row["reward"])
+def rank_rows(rows: Iterable[JsonRow], part: int = 1) -> list[JsonRow]:
+    """Return the best one of `part` of rows, at least one if there are any, the best first."""
+    ranked = sorted(rows, key=lambda row: -find_reward(row))
     return ranked[: max(1, len(ranked) // part)]
+
+
+def find_reward(row: JsonRow) -> float:
+    """Return the reward without the baseline of its row: by that, rows could not be compared."""
+    return float(row["reward"] + row.get("baseline", 0))
+
+
+def above_gap(ranked: Sequence[JsonRow]) -> list[JsonRow]:
+    """Return the traces above the widest gap in their rewards; all if none is wide or leaves enough."""
+    rewards = [find_reward(row) for row in ranked]
+    gaps = [(rewards[i - 1] - rewards[i], i) for i in range(max(8, len(ranked) // 32), len(ranked))]
+    widest, number = max(gaps, default=(0.0, 0))
+    return list(ranked[:number] if widest >= GAP else ranked)
 
 
 def repeat_rows(rows: Sequence[JsonRow], number: int) -> list[JsonRow]:
@@ -356,7 +373,7 @@ def main(words: Iterable[str] | None = None) -> int:
     split.add_argument("rows", help="a file, a folder or a hub id, as data.source takes it")
     split.add_argument("folder", type=Path)
     choose = verbs.add_parser("choose", help="write the rows that a stage learns from")
-    choose.add_argument("way", choices=("all", "first", "best", "quarter", "eighth"))
+    choose.add_argument("way", choices=("all", "first", "best", "quarter", "eighth", "gap"))
     choose.add_argument("source", type=Path)
     choose.add_argument("output", type=Path)
     choose.add_argument("like", type=Path, help="few rows are repeated up to the number of rows of this file")
@@ -372,8 +389,9 @@ def main(words: Iterable[str] | None = None) -> int:
             print(f"{shown} rows in {options.folder}, {traces} traces")
         elif options.verb == "choose":
             options.output.parent.mkdir(parents=True, exist_ok=True)
-            rows = choose_rows(options.way, read_json_rows(options.source))
-            rewrite(options.output, map(format_line, repeat_rows(rows, count_rows(options.like))))
+            number = count_rows(options.like)
+            rows = choose_rows(options.way, read_json_rows(options.source), number)
+            rewrite(options.output, map(format_line, repeat_rows(rows, number)))
         else:
             page = build_page(options.run)
             rewrite(options.run / TABLE, [page])

@@ -3,11 +3,18 @@
 # answer the test rows; the later ones train teachers too, the last by RLT. The table at the end is sorted by cost and
 # names the cheapest way that is not told from the best. Rows have a question and a solution; those with a reasoning_trace
 # skip stage 0. After a crash run it again: it skips finished stages and resumes the interrupted one. docs/data.md has the
-# rungs and the settings; with LORA=1 each training is one of adapters, as on 24 GB.
+# rungs and the settings; with LORA=1 each training is one of adapters, as on 24 GB. UNTIL=evaluate_expert_sampled ends it
+# before RLT.
 #
 #   examples/own_rows.sh ROWS [FOLDER]      # a file, a folder or a hub id; runs/own_rows by default
 set -euo pipefail
 rows=${1:?'usage: examples/own_rows.sh ROWS [FOLDER]'} run=${2:-runs/own_rows}
+[[ $rows != -* ]] || { sed -n '2,10s/^# \?//p' "$0"; exit; }
+rung='(own|solutions|raw|eighth|control|warmup|best_of_4|quarter|expert|rlt|rlt_t0)'
+if [[ ! ${UNTIL:-own} =~ ^((traces_|student_)?$rung|explain|traces|scores|warmup_eighth|evaluate_(base|$rung)_(greedy|sampled))$ ]]; then
+    echo "UNTIL must be a folder of a stage, such as evaluate_expert_sampled, but is $UNTIL. Correct it." >&2
+    exit 2
+fi
 model=${MODEL:-Qwen/Qwen2.5-1.5B-Instruct} configs=${CONFIGS:-own_rows/}
 here=$(dirname "$0")
 source "$here/stage.sh"
@@ -87,7 +94,7 @@ stage traces distillation.jsonl rlt predict --config "${configs}explain" --confi
 learn warmup first "$run/traces/traces.jsonl"
 learn best_of_4 best "$run/traces/traces.jsonl"
 learn quarter quarter "$run/traces/traces.jsonl"
-if choose expert all "$run/traces/distillation.jsonl"; then
+if choose expert gap "$run/traces/distillation.jsonl"; then
     teach expert "$run/warmup/model" "$run/chosen/expert.jsonl"
     explain expert expert 0
 else

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 from commands import ROOT, living, make_forked_python, run_rlt, start_fresh
+from own_rows import choose_rows
 from rows_of import read, write
 
 from rlt_lightning import Teacher
@@ -176,6 +177,27 @@ def test_a_student_never_right_ends_no_ladder(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(7200)
+def test_expert_iteration_learns_from_traces_above_the_gap() -> None:
+    def trace(reward: float, baseline: float = -1.0) -> dict[str, float]:
+        return {"reward": reward - baseline, "baseline": baseline}  # a gain over the row's filler
+
+    right = [trace(-0.4 - 0.01 * i, -0.5 if i % 2 else -3.0) for i in range(20)]
+    rest = [trace(-0.9 - 0.01 * i, -4.0) for i in range(100)]  # they gain more over their fillers
+    assert choose_rows("gap", rest + right, 160) == right
+    assert choose_rows("gap", rest, 60) == rest[:30]  # no gap: at most an eighth of the 4 * 60 traces
+    assert choose_rows("gap", right[:1], 160) == right[:1]
+    assert choose_rows("gap", [], 160) == []
+
+
+def test_a_stage_that_is_none_is_refused() -> None:
+    words = ["bash", str(ROOT / "examples/own_rows.sh")]
+    until = os.environ | {"UNTIL": "evaluate_expert"}
+    done = subprocess.run([*words, "rows.jsonl"], env=until, capture_output=True, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "such as evaluate_expert_sampled, but is evaluate_expert" in done.stderr
+    assert "From cheap to dear" in subprocess.run([*words, "--help"], capture_output=True, text=True).stdout
+
+
 @pytest.mark.parametrize("has_traces", [False, True])
 def test_a_ladder_killed_twice_has_the_same_table(has_traces: bool, tmp_path: Path) -> None:
     often = {"TRAIN": "--checkpoint.every_n_train_steps 2"}

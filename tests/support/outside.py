@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rlt_lightning.engines import EngineError, HFEngine, Placement, SampleRequest, Sampling
-from rlt_lightning.modules import RLTModule
+from rlt_lightning.rewards import RLTReward
 from rlt_lightning.types import Completion
 
 
@@ -48,12 +48,13 @@ def scored(monkeypatch: pytest.MonkeyPatch) -> Callable[[Waiting], None]:
     """Lets an engine continue when a chunk has been scored."""
 
     def watch(engine: Waiting) -> None:
-        right = RLTModule.measure
+        right = RLTReward.measure
 
-        def measure(self: RLTModule, *arguments: Any) -> None:
-            right(self, *arguments)
+        def measure(self: RLTReward, *arguments: Any) -> Any:
+            table = right(self, *arguments)
             engine.go.set()
+            return table
 
-        monkeypatch.setattr(RLTModule, "measure", measure)
+        monkeypatch.setattr(RLTReward, "measure", measure)
 
     return watch

@@ -72,7 +72,7 @@ def done_file(output: str | Path, rank: int) -> Path:
 
 
 class Ranks:
-    """As many processes as a run has ranks, started with the first job and again after one that hung."""
+    """As many processes as a run has ranks, started with the first job and again after one hung or ended."""
 
     def __init__(self, world_size: int, gpus: bool = False) -> None:
         self.world_size = world_size
@@ -89,6 +89,8 @@ class Ranks:
             self.processes.append(process)
 
     def run(self, job: dict[str, Any]) -> None:
+        if any(process.poll() is not None for process in self.processes):
+            self.stop()
         if not self.processes:
             self.start()
         Path(job["output"]).parent.mkdir(parents=True, exist_ok=True)

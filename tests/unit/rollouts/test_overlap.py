@@ -25,8 +25,7 @@ from trainers import bare_trainer
 from rlt_lightning.callbacks import RolloutCallback
 from rlt_lightning.engines import EngineError, HFEngine, Sampling, WorkersLost
 from rlt_lightning.engines.threads import run_in_background
-from rlt_lightning.modules.rlt import RLTModule
-from rlt_lightning.numerics.finite import NonFiniteError
+from rlt_lightning.modules.passes import PassRunner
 from rlt_lightning.rollouts.dispatcher import Dispatcher
 from rlt_lightning.rollouts.request import Chunk, RolloutRequest
 from rlt_lightning.types import Completion
@@ -100,14 +99,14 @@ def test_no_chunk_of_a_fresh_request_is_empty(fit: Any, monkeypatch: pytest.Monk
     assert sizes == [8, 8]  # it is submitted, and then awaited
 
 
-def test_a_bad_reward_stops_the_run_at_once(fit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_forward_stops_the_run_at_once(fit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Waiting(patience_s=60)
 
-    def spoilt(self: RLTModule, *arguments: Any) -> None:
-        raise NonFiniteError("Every reward must be finite, but one is not.")
+    def spoilt(self: PassRunner, *arguments: Any) -> None:
+        raise MemoryError("no memory is left")
 
-    monkeypatch.setattr(RLTModule, "measure", spoilt)
-    with pytest.raises(NonFiniteError):
+    monkeypatch.setattr(PassRunner, "run", spoilt)
+    with pytest.raises(MemoryError):
         fit(engine)
     assert not engine.go.is_set()
     assert not engine.gave_up  # it still samples: nobody has waited for it
