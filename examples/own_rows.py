@@ -140,6 +140,22 @@ def count_traces(folder: Path) -> int:
     return sum(has_text(row.get(TRACE_COLUMN)) for row in rows)
 
 
+def require_stage(name: str | None) -> None:
+    """Check, before hours of training, that the script has a stage.
+
+    Raises:
+        InputError: If it has none of this name.
+    """
+    stages = {stage for _, made_by in RUNGS.values() for stage in made_by.split()}
+    stages |= {f"student_{rung}" for rung in RUNGS if rung != "base"}
+    stages |= {f"evaluate_{rung}_{how}" for rung in RUNGS for how in ANSWERS}
+    if name is not None and name not in stages:
+        raise InputError(
+            f"UNTIL must be the folder of a stage, such as evaluate_expert_sampled, but is {name}. Correct "
+            "it."
+        )
+
+
 # What a stage learns from
 
 
@@ -167,7 +183,7 @@ def choose_rows(way: str, rows: Iterable[JsonRow], num_rows: int) -> list[JsonRo
 
 
 def rank_rows(rows: Iterable[JsonRow], part: int = 1) -> list[JsonRow]:
-    """Return the best one of `part` of rows, at least one if there are any, the best first."""
+    """Return the best one of `part` of rows by their reward, the best first; at least one of any."""
     ranked = sorted(rows, key=lambda row: -find_reward(row))
     return ranked[: max(1, len(ranked) // part)]
 
@@ -372,6 +388,7 @@ def main(words: Iterable[str] | None = None) -> int:
     split = verbs.add_parser("split", help="write train.jsonl, validation.jsonl and test.jsonl")
     split.add_argument("rows", help="a file, a folder or a hub id, as data.source takes it")
     split.add_argument("folder", type=Path)
+    split.add_argument("--until", help="the stage that the script ends after")
     choose = verbs.add_parser("choose", help="write the rows that a stage learns from")
     choose.add_argument("way", choices=("all", "first", "best", "quarter", "eighth", "gap"))
     choose.add_argument("source", type=Path)
@@ -382,6 +399,7 @@ def main(words: Iterable[str] | None = None) -> int:
     options = parser.parse_args(None if words is None else [*words])
     try:
         if options.verb == "split":
+            require_stage(options.until)
             counts = split_rows(options.rows, options.folder)
             # Rows with a trace here and there are rows without: a warm-up on traces needs one in each row.
             traces = "with" if 2 * count_traces(options.folder) > counts["train"] else "without"

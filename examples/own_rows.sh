@@ -10,11 +10,6 @@
 set -euo pipefail
 rows=${1:?'usage: examples/own_rows.sh ROWS [FOLDER]'} run=${2:-runs/own_rows}
 [[ $rows != -* ]] || { sed -n '2,10s/^# \?//p' "$0"; exit; }
-rung='(own|solutions|raw|eighth|control|warmup|best_of_4|quarter|expert|rlt|rlt_t0)'
-if [[ ! ${UNTIL:-own} =~ ^((traces_|student_)?$rung|explain|traces|scores|warmup_eighth|evaluate_(base|$rung)_(greedy|sampled))$ ]]; then
-    echo "UNTIL must be a folder of a stage, such as evaluate_expert_sampled, but is $UNTIL. Correct it." >&2
-    exit 2
-fi
 model=${MODEL:-Qwen/Qwen2.5-1.5B-Instruct} configs=${CONFIGS:-own_rows/}
 here=$(dirname "$0")
 source "$here/stage.sh"
@@ -26,7 +21,7 @@ if [ -n "${LORA:-}" ]; then
     WARMUP="--model.optimizer.lr 1e-4 ${WARMUP:-}" LEARN="--model.optimizer.lr 1e-4 ${LEARN:-}"
 fi
 
-parts=$(python "$here/own_rows.py" split "$rows" "$run/rows")
+parts=$(python "$here/own_rows.py" split "$rows" "$run/rows" ${UNTIL:+--until "$UNTIL"})
 echo "$parts"
 trap 'python "$here/own_rows.py" table "$run"' EXIT
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -189,12 +190,14 @@ def test_expert_iteration_learns_from_traces_above_the_gap() -> None:
     assert choose_rows("gap", [], 160) == []
 
 
-def test_a_stage_that_is_none_is_refused() -> None:
+def test_a_stage_that_is_none_is_refused(tmp_path: Path) -> None:
     words = ["bash", str(ROOT / "examples/own_rows.sh")]
-    until = os.environ | {"UNTIL": "evaluate_expert"}
-    done = subprocess.run([*words, "rows.jsonl"], env=until, capture_output=True, text=True)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    until = os.environ | {"UNTIL": "evaluate_expert", "PATH": path}
+    done = subprocess.run([*words, "rows.jsonl"], env=until, capture_output=True, text=True, cwd=tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "such as evaluate_expert_sampled, but is evaluate_expert" in done.stderr
+    assert not list(tmp_path.iterdir())
     assert "From cheap to dear" in subprocess.run([*words, "--help"], capture_output=True, text=True).stdout
 
 
